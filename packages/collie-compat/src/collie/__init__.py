@@ -1,0 +1,3 @@
+"""The documented names of CoLLiE, re-exported from the layers below."""
+
+__version__ = "2.0.0"
