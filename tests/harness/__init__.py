@@ -1,0 +1,1 @@
+"""What the tests share: a pool of rank processes, tiny models, ragged batches and the one-process reference."""
