@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from collie_tools.cli import app
-from collie_tools.layers import LAYERS, check_layers, find_packages, find_root
+from collie_tools.layers import LAYERS, Package, check_layers, find_packages, find_root
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +44,15 @@ def test_layer_rule_holds_in_this_checkout() -> None:
 
 def test_every_layer_is_read() -> None:
     assert {package.module for package in find_packages(ROOT)} == set(LAYERS)
+
+
+@pytest.mark.parametrize("package", [package for package in find_packages(ROOT) if package.module != LAYERS[-1]])
+def test_visibility_rules_of_pants_are_the_layer_rule(package: Package) -> None:
+    build = (package.pyproject.parent / "BUILD").read_text(encoding="utf-8")
+    allowed = set(re.findall(r'"//packages/([^/]+)/\*\*"', build))
+    below = set(LAYERS[: LAYERS.index(package.module)])
+    assert allowed == {other.pyproject.parent.name for other in find_packages(ROOT) if other.module in below}
+    assert '"!*"' in build
 
 
 def test_import_going_down_is_allowed(tmp_path: Path) -> None:
@@ -105,7 +115,12 @@ def test_dependency_that_nothing_imports_is_found(tmp_path: Path) -> None:
 
 
 def test_extras_and_runtime_only_need_no_import(tmp_path: Path) -> None:
-    extra = '[project.optional-dependencies]\nlog = ["wandb"]\n[tool.collie.layers]\nruntime-only = ["numpy"]\n'  # fmt: skip
+    extra = """
+[project.optional-dependencies]
+log = ["wandb"]
+[tool.collie.layers]
+runtime-only = ["numpy"]
+"""
     assert messages(make_checkout(tmp_path, dependencies='["numpy"]', extra=extra)) == []
 
 

@@ -97,7 +97,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     sources = [work / "source" / name for name in ORDER]
     run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", work / "dist", *sources)
-    built = {canonicalize_name(path.name.split("-")[0]): path for path in (work / "dist").glob("*.whl")}
+    built: dict[str, Path] = {
+        canonicalize_name(path.name.split("-")[0]): path for path in (work / "dist").glob("*.whl")
+    }
     assert set(built) == set(ORDER)
     return built
 
