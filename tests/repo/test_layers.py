@@ -71,6 +71,7 @@ def test_import_going_down_is_allowed(tmp_path: Path) -> None:
         ("x = __import__('collie_train')\n", 1),
         ("_EXPORTS = {\n    'Trainer': 'collie_train.trainer',\n}\n", 2),
         ("_EXPORTS = {\n    'Trainer': 'collie_train.trainer:Trainer',\n}\n", 2),
+        ("_UP = 'collie_train'\n_EXPORTS = {'Trainer': f'{_UP}.trainer'}\n", 1),
     ],
 )
 def test_import_going_up_is_found(tmp_path: Path, code: str, line: int) -> None:

@@ -1,7 +1,7 @@
 """The layer rule: an import goes down the list of layers only, and a package declares what it imports.
 
 `check_layers(root)` reads every import of every package in a checkout with `ast`: at module level, inside functions,
-under `TYPE_CHECKING`, `importlib.import_module("...")` and the dotted names in tables of lazy exports. It imports none
+under `TYPE_CHECKING`, `importlib.import_module("...")` and the names in tables of lazy exports. It imports none
 of the code it reads, so it needs no torch and takes under a second.
 
 A package may list, in its pyproject.toml, distributions that it needs installed but never imports by name::
@@ -38,6 +38,7 @@ DISTRIBUTIONS: Mapping[str, str] = {
 }
 
 _DOTTED = re.compile(rf"(?:{'|'.join(LAYERS)})(?:\.[A-Za-z_]\w*)+(?::\w+)?")
+_BARE = frozenset(LAYERS) - {"collie"}  # "collie" alone is also a plain word
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,16 @@ class Package:
 
 @dataclass(frozen=True)
 class Import:
-    """One import of `module` (absolute, dotted) at `path:line`."""
+    """One import of `module` (absolute, dotted) at `path:line`.
+
+    `hint` marks a string that is just a layer's name, as tables of lazy exports are put together from: it may not name
+    a layer above and counts as a use of the one it names, but is no proof of an import.
+    """
 
     path: Path
     line: int
     module: str
+    hint: bool = False
 
     @property
     def top(self) -> str:
@@ -155,8 +161,11 @@ def iter_imports(path: Path, package: str) -> Iterator[Import]:
             name = node.args[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str) and not name.value.startswith("."):
                 yield Import(path, node.lineno, name.value)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
-            yield Import(path, node.lineno, node.value.split(":", 1)[0])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in _BARE:
+                yield Import(path, node.lineno, node.value, hint=True)
+            elif _DOTTED.fullmatch(node.value):
+                yield Import(path, node.lineno, node.value.split(":", 1)[0])
 
 
 def _is_dynamic_import(function: ast.expr) -> bool:
@@ -212,7 +221,7 @@ def _check_package(
             else:
                 providers = distributions_of(item.top, installed)
             used |= providers
-            if not providers & package.declared:
+            if not item.hint and not providers & package.declared:
                 yield Violation(
                     where,
                     item.line,
