@@ -1,0 +1,1 @@
+"""Helpers: calls, tensors, random state."""
