@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ START_TIMEOUT = 180.0
 _MESSAGE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "mixtral", "qwen3_moe")
-_IMPORTS = (
+DEFAULT_IMPORTS = (
     "numpy",
     "torch",
     "torch.distributed",
@@ -49,9 +50,14 @@ _IMPORTS = (
 
 
 class Nursery:
-    """The side of the caller: starts the process on first need and asks it for ranks."""
+    """The side of the caller: starts the process on first need and asks it for ranks.
 
-    def __init__(self) -> None:
+    Args:
+        imports: modules that ranks find imported; those that are not installed are left out.
+    """
+
+    def __init__(self, imports: Sequence[str] = DEFAULT_IMPORTS) -> None:
+        self._imports = tuple(imports)
         self._directory = tempfile.TemporaryDirectory(prefix="collie-nursery-")
         self._log = Path(self._directory.name) / "nursery.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,7 +76,7 @@ class Nursery:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with theirs, open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.nursery", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "tests.harness.nursery", str(theirs.fileno()), str(os.getpid()), *self._imports],
                 cwd=REPO_ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -138,11 +144,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, imports: Sequence[str]) -> None:
     """Import everything, then fork and reap as told until the caller goes away."""
     die_with_parent(parent)
     control = socket.socket(fileno=descriptor)
-    for name in _IMPORTS:
+    for name in imports:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
     import torch
@@ -212,4 +218,4 @@ def _fork(request: dict[str, Any], descriptors: list[int], control: socket.socke
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

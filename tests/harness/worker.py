@@ -10,7 +10,6 @@ import datetime
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import operator
 import os
 import pickle
@@ -114,11 +113,8 @@ class _ProcessState:
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         self._directory = os.getcwd()
-        self._modules = {name: _variables(importlib.import_module(name)) for name in self._available()}
-
-    @staticmethod
-    def _available() -> list[str]:
-        return [name for name in _STATEFUL_MODULES if importlib.util.find_spec(name.partition(".")[0]) is not None]
+        # Those imported later are left alone: their first state is not known.
+        self._modules = {name: _variables(sys.modules[name]) for name in _STATEFUL_MODULES if name in sys.modules}
 
     def restore(self) -> None:
         """Collective over the world: no rank takes a group down while another is still in one of its collectives."""

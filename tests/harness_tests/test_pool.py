@@ -162,9 +162,10 @@ def test_what_a_rank_started_dies_with_it(pool2: RankPool) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_ranks_end_when_the_caller_is_killed() -> None:
     code = (
+        "from tests.harness.nursery import Nursery\n"
         "from tests.harness.pool import RankPool\n"
         "import time\n"
-        "pool = RankPool(2)\n"
+        "pool = RankPool(2, Nursery(['torch.distributed']))\n"
         "pool.start()\n"
         "print(*pool.pids, flush=True)\n"
         "time.sleep(600)\n"
