@@ -43,23 +43,26 @@ $(STAMP): FORCE
 endif
 endif
 
-# torch comes first, since building DeepSpeed imports it. The siblings are named in one command so that each is resolved
+# torch comes first, since building DeepSpeed imports it; from an index of its own in two steps, since such an index has
+# torch and its GPU libraries, but not the versions that constraints.txt pins of everything else. The siblings are named in one command so that each is resolved
 # from this checkout and never from an index.
 $(STAMP): constraints.txt $(PYPROJECTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt setuptools
-	if [ -n "$(TORCH_INDEX)" ] && [ "$(TORCH_INDEX)" != "$$(cat $(TORCH_RECORD) 2>/dev/null || true)" ]; then \
+	@echo "making the environment in $(VENV): about a minute, longer where much is to be downloaded"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet -c constraints.txt setuptools
+	@if [ -n "$(TORCH_INDEX)" ] && [ "$(TORCH_INDEX)" != "$$(cat $(TORCH_RECORD) 2>/dev/null || true)" ]; then \
 	  $(PIP) uninstall --quiet --yes torch; \
-	  $(PIP) install -c constraints.txt --index-url "$(TORCH_INDEX)" torch; \
+	  $(PIP) install -c constraints.txt --no-deps --index-url "$(TORCH_INDEX)" torch; \
+	  $(PIP) install --quiet -c constraints.txt --extra-index-url "$(TORCH_INDEX)" torch; \
 	  echo "$(TORCH_INDEX)" > $(TORCH_RECORD); \
 	else \
 	  $(PIP) install --quiet -c constraints.txt torch; \
 	fi
-	$(PIP) install --quiet -c constraints.txt numpy packaging
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation \
+	@$(PIP) install --quiet -c constraints.txt numpy packaging
+	@$(PIP) install --quiet -c constraints.txt --no-build-isolation \
 	  -e packages/collie-parallel -e packages/collie-eval -e 'packages/collie-train[wandb,tensorboard]' \
 	  -e packages/collie-compat -e 'tools[dev]'
-	touch $@
+	@touch $@
 
 ## make demo         trains, evaluates, saves and reloads a small Llama on two CPU processes (about two minutes)
 demo: env
