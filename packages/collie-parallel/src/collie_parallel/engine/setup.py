@@ -1,0 +1,96 @@
+"""Making an engine: DeepSpeed around a model, with the optimizer and scheduler the user gave or the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from collie_parallel import ds_config
+from collie_parallel.device import supports_fp16
+from collie_parallel.models.base import CollieModelForCausalLM
+from collie_parallel.topology import ModelParallelUnit, setup_distribution
+
+if TYPE_CHECKING:
+    from collie_parallel.config import CollieConfig
+    from collie_parallel.engine.engine import Engine
+
+
+def setup_engine(
+    config: CollieConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    lr_scheduler: Any = None,
+) -> Engine:
+    """Wrap `model` for training, or for evaluation only where there is no optimizer. Collective.
+
+    Args:
+        config: layout and settings; precision, ZeRO, clipping and offload come from `config.ds_config`.
+        model: a Collie model, or any module under ZeRO alone.
+        optimizer: an optimizer, a callable that makes one from parameters, or None for ds_config's.
+        lr_scheduler: a scheduler, a callable that makes one from an optimizer, or None for ds_config's.
+
+    Raises:
+        ValueError: contradictory settings; or a plain model with tp_size or pp_size above 1.
+    """
+    import deepspeed
+
+    from collie_parallel.engine.engine import Engine
+
+    check_model(config, model)
+    settings = ds_config.resolve(config)
+    setup_distribution(config)
+    settings = ds_config.resolve(config)  # dp_size is known now
+    if ds_config.precision(config) is torch.float16 and not supports_fp16():
+        raise ValueError("ds_config enables fp16, which this device cannot train in. Use bf16 or neither.")
+    has_optimizer = optimizer is not None or "optimizer" in settings
+    _set_activation_checkpointing(config, model, has_optimizer)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if has_optimizer and not parameters:
+        raise ValueError("The model has no trainable parameter. Set requires_grad on what should be trained.")
+    if not has_optimizer:
+        settings.pop("scheduler", None)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=parameters if has_optimizer else None,
+        lr_scheduler=lr_scheduler if has_optimizer else None,
+        mpu=ModelParallelUnit(),
+        config=settings,
+        dist_init_required=False,
+    )
+    return Engine(engine, config)
+
+
+def check_model(config: CollieConfig, model: nn.Module) -> None:
+    """Refuse a plain model in a layout that only a Collie model can run in.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if isinstance(_base_of(model), CollieModelForCausalLM):
+        return
+    for name in ("tp_size", "pp_size"):
+        size = getattr(config, name)
+        if size > 1:
+            raise ValueError(
+                f"config.{name}={size}, but the model is a plain {type(model).__name__}, which runs under ZeRO only. "
+                f"Load it with CollieModelForCausalLM.from_pretrained(path, config), or set {name}=1."
+            )
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    """The model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _set_activation_checkpointing(config: CollieConfig, model: nn.Module, training: bool) -> None:
+    base = _base_of(model)
+    if training and config.checkpointing and isinstance(base, PreTrainedModel):
+        if base.supports_gradient_checkpointing:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+            if not all(p.requires_grad for p in base.get_input_embeddings().parameters()):
+                base.enable_input_require_grads()

@@ -1,0 +1,221 @@
+"""Reading Hugging Face weight files into a model of any layout: each rank reads only its own slices.
+
+Some architectures keep weights in files under other names or in other pieces than in the model (Mixtral's experts, one
+matrix each in the file, stacked in the model). transformers describes that by conversions; they are followed here, one
+parameter at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from collie_parallel.tensor_parallel.shard import Shard, shard_of
+from collie_parallel.topology import env, is_main_rank
+from collie_parallel.weights.files import WeightFiles, resolve_folder
+
+if TYPE_CHECKING:
+    from collie_parallel.config import CollieConfig
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointReader:
+    """Gives the parameters and persistent buffers of `model` their values from the files of a folder."""
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        self._files = WeightFiles(folder)
+        self._model = model
+        self._targets = _saved_tensors(model)
+        self._direct: dict[str, str] = {}  # model name -> file name
+        self._converted: dict[str, Any] = {}  # model name -> conversion that makes it
+        self._unexpected: list[str] = []
+        self._map_names()
+
+    def check_complete(self) -> None:
+        """Compare names and shapes before anything is read.
+
+        Raises:
+            ValueError: weights are missing, or have another shape than the model; all are listed.
+        """
+        missing = [name for name in self._targets if self._name_with_source(name) is None]
+        wrong = []
+        for name, file_name in self._direct.items():
+            want, have = full_shape(self._targets[name]), self._files.shape(file_name)
+            if want != have:
+                wrong.append(f"{name}: the file has {list(have)}, the model needs {list(want)}")
+        if missing or wrong:
+            parts = []
+            if missing:
+                parts.append("missing: " + ", ".join(missing))
+            if wrong:
+                parts.append("of another shape: " + "; ".join(wrong))
+            raise ValueError(
+                f"{self._files.folder} does not fit {type(self._model).__name__}; {'. '.join(parts)}. Check that the "
+                "config belongs to these weights."
+            )
+        if self._unexpected and is_main_rank():
+            logger.warning("%s: not part of the model, ignored: %s", self._files.folder, ", ".join(self._unexpected))
+
+    def load(self, unit_name: str, unit: nn.Module) -> None:
+        """Fill the tensors of `unit`, allocated before, and compute those buffers that no file holds."""
+        with torch.no_grad():
+            for name, target in _named_tensors(unit):
+                full_name = f"{unit_name}.{name}" if unit_name else name
+                source_name = self._name_with_source(full_name)
+                if source_name is not None:
+                    self.read_into(source_name, target)
+                    target._is_hf_initialized = True  # type: ignore[union-attr]
+        _compute_missing_buffers(self._model, unit)
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Read this rank's part of one tensor into `target`."""
+        shard = shard_of(target)
+        if name in self._converted:
+            full = self._convert(name)
+            if tuple(full.shape) != full_shape(target):
+                raise ValueError(
+                    f"{self._files.folder}: {name} comes out as {list(full.shape)}, the model needs "
+                    f"{list(full_shape(target))}. Check that the config belongs to these weights."
+                )
+            target.copy_(shard.take(full, env.tp_rank) if shard else full)
+        elif shard is None:
+            target.copy_(self._files.read(self._direct[name]))
+        else:
+            target.copy_(self._read_part(self._direct[name], shard))
+
+    def has(self, name: str) -> bool:
+        return self._name_with_source(name) is not None
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _read_part(self, file_name: str, shard: Shard) -> torch.Tensor:
+        parts = [self._files.read_range(file_name, shard.dim, a, b) for a, b in shard.ranges(env.tp_rank)]
+        return shard.pad(parts[0] if len(parts) == 1 else torch.cat(parts, shard.dim))
+
+    def _convert(self, name: str) -> torch.Tensor:
+        made = self._converted[name].convert(name, model=self._model, config=self._model.config)
+        value = made[name]
+        return value[0] if isinstance(value, list) else value
+
+    def _map_names(self) -> None:
+        transforms = get_model_conversion_mapping(self._model)
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        for file_name in self._files.names:
+            name, pattern = rename_source_key(
+                file_name, renamings, converters, self._model.base_model_prefix, self._targets
+            )
+            if name not in self._targets:
+                self._unexpected.append(file_name)
+            elif pattern is None:
+                self._direct[name] = file_name
+            else:
+                conversion = self._converted.setdefault(name, deepcopy(by_pattern[pattern]))
+                conversion.add_tensor(name, file_name, pattern, partial(self._files.read, file_name))
+
+    def _name_with_source(self, name: str) -> str | None:
+        if name in self._direct or name in self._converted:
+            return name
+        for group in _tied_names(self._model):
+            if name in group:
+                return next((n for n in group if n in self._direct or n in self._converted), None)
+        return None
+
+
+def load_model(
+    model: PreTrainedModel, path: str, config: CollieConfig, process_exclusion: bool = False, strict: bool = True
+) -> None:
+    """Read Hugging Face weight files into a model that exists already, in any layout. Collective.
+
+    Args:
+        model: a Collie model or a plain transformers model, ZeRO-3 included.
+        path: folder with weight files (safetensors or `pytorch_model.bin`).
+        config: the model's config.
+        process_exclusion: ranks of a host read one after another, which lowers the peak of host memory.
+        strict: raise on missing weights; otherwise they keep their values.
+
+    Raises:
+        FileNotFoundError: no weight files there.
+        ValueError: missing weights or wrong shapes, all listed; nothing is changed then.
+    """
+    reader = CheckpointReader(resolve_folder(path), model)
+    if strict:
+        reader.check_complete()
+    turns = env.world_size if process_exclusion else 1
+    for turn in range(turns):
+        if turns == 1 or turn == env.rank:
+            for name, target in _named_tensors(model):
+                if reader.has(name) and not hasattr(target, "ds_id"):
+                    with torch.no_grad():
+                        reader.read_into(reader._name_with_source(name) or name, target)
+        env.barrier()
+    _load_zero3(model, reader)
+    reader.close()
+
+
+def _load_zero3(model: nn.Module, reader: CheckpointReader) -> None:
+    """Parameters that ZeRO-3 has spread: gathered one at a time, read by every rank, spread again."""
+    spread = [(name, p) for name, p in model.named_parameters() if hasattr(p, "ds_id")]
+    if not spread:
+        return
+    import deepspeed
+
+    for name, parameter in spread:
+        if reader.has(name):
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                if env.dp_rank == 0:
+                    reader.read_into(reader._name_with_source(name) or name, parameter)
+
+
+def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the whole tensor of which `tensor` is this rank's part; ZeRO-3's placeholder included."""
+    shape = list(getattr(tensor, "ds_shape", tensor.shape))
+    shard = shard_of(tensor)
+    if shard is not None:
+        shape[shard.dim] = shard.size
+    return tuple(shape)
+
+
+def _saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a file holds of a model: parameters (each tied name too) and persistent buffers."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{module_name}.{name}" if module_name else name] = buffer
+    return tensors
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _named_tensors(unit: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    return _saved_tensors(unit).items()
+
+
+def _compute_missing_buffers(model: PreTrainedModel, unit: nn.Module) -> None:
+    """Buffers such as rotary frequencies are no part of the files; the architecture's initialisation computes them."""
+    from transformers import initialization
+
+    with torch.no_grad(), initialization.guard_torch_init_functions():
+        for module in unit.modules():
+            owner = module.__dict__.get("owner", module)
+            if module._non_persistent_buffers_set:
+                model._init_weights(owner)
