@@ -1,0 +1,1 @@
+"""Documented module paths lie below `collie.models.moss_moon`."""

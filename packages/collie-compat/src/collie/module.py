@@ -1,0 +1,5 @@
+"""Documented module path `collie.module`."""
+
+from collie._lazy import exports
+
+__getattr__, __dir__, __all__ = exports(__name__)

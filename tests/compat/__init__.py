@@ -1,0 +1,1 @@
+"""The documented names, modules and signatures."""

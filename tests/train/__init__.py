@@ -1,0 +1,1 @@
+"""Trainer, callbacks, monitors, progress."""
