@@ -1,7 +1,7 @@
 """What the pool and its ranks say to each other, pickled both ways over one connection.
 
     pool -> rank   ("run", module, qualified name, pickled (args, kwargs)) or ("reset",)
-    rank -> pool   ("ready",), ("ok", pickled result), ("error", Failure) or ("reset",)
+    rank -> pool   ("ready",), ("ok", pickled result), ("error", Failure) or ("reset", open descriptors)
 
 Importing this module costs nothing: the pool's side does not need torch.
 """

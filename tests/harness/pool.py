@@ -29,6 +29,9 @@ from tests.harness.nursery import START_TIMEOUT, Nursery
 DEFAULT_TIMEOUT = 60.0
 _GRACE = 1.0  # seconds that the other ranks have to report after the first failure
 _RESET_TIMEOUT = 30.0
+# DeepSpeed's ZeRO optimizers hang on hooks that nobody removes, and each keeps a process group, with its threads and
+# sockets, alive. New ranks cost a tenth of a second.
+_MAX_DESCRIPTORS = 400
 _OUTPUT_LINES = 15
 _STACK_LINES = 6
 
@@ -167,6 +170,8 @@ class RankPool:
             self._send(("reset",))
             outcome = self._collect(time.monotonic() + _RESET_TIMEOUT)
             self._check(outcome, f"the reset after {module}.{name}", _RESET_TIMEOUT)
+            if max(outcome.values.values()) > _MAX_DESCRIPTORS:
+                self.kill()
         except BaseException:
             self.kill()
             raise

@@ -108,3 +108,8 @@ def draw_and_disturb() -> tuple[list[float], int]:
 def start_a_child() -> int:
     """Process id of a child that would outlive the case."""
     return subprocess.Popen(["sleep", "600"]).pid
+
+
+def open_and_forget(count: int) -> int:
+    """Leave file descriptors open."""
+    return len([os.open(os.devnull, os.O_RDONLY) for _ in range(count)])

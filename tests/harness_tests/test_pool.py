@@ -149,6 +149,16 @@ def test_each_case_starts_from_the_same_state(pool2: RankPool) -> None:
     assert [groups for _, groups in first] == [1, 1], "groups of earlier cases are gone"
 
 
+def test_ranks_that_pile_up_descriptors_are_replaced(pool2: RankPool) -> None:
+    pool2.start()
+    before = pool2.pids
+    assert pool2.run(cases.open_and_forget, 10) == [10, 10]
+    assert pool2.pids == before
+    assert pool2.run(cases.open_and_forget, 500) == [500, 500]
+    assert pool2.run(cases.rank_and, 1) == [(0, 1), (1, 1)]
+    assert not set(before) & set(pool2.pids)
+
+
 def test_what_a_rank_started_dies_with_it(pool2: RankPool) -> None:
     children = pool2.run(cases.start_a_child)
     assert all(alive(pid) for pid in children)
