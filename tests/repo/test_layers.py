@@ -81,7 +81,9 @@ def test_import_going_up_is_found(tmp_path: Path, code: str, line: int) -> None:
 
 
 def test_prose_that_names_a_layer_above_is_no_import(tmp_path: Path) -> None:
-    code = '"""The layer below collie_train.trainer."""\nlog = "see collie_train"\nname = "collie"\n'
+    code = (
+        '"""The layer below collie_train.trainer."""\nlog = "see collie_train"\nname = "collie"\nfile = "collie.json"\n'
+    )
     assert messages(make_checkout(tmp_path, lower=code)) == []
 
 

@@ -37,8 +37,9 @@ DISTRIBUTIONS: Mapping[str, str] = {
     "yaml": "pyyaml",
 }
 
-_DOTTED = re.compile(rf"(?:{'|'.join(LAYERS)})(?:\.[A-Za-z_]\w*)+(?::\w+)?")
-_BARE = frozenset(LAYERS) - {"collie"}  # "collie" alone is also a plain word
+# Strings that name modules, as tables of lazy exports do. "collie" stays out: files and loggers begin with it too.
+_BARE = frozenset(LAYERS) - {"collie"}
+_DOTTED = re.compile(rf"(?:{'|'.join(sorted(_BARE))})(?:\.[A-Za-z_]\w*)+(?::\w+)?")
 
 
 @dataclass(frozen=True)
