@@ -135,7 +135,7 @@ class CollieConfig:
 
     def is_default(self, name: str) -> bool:
         """Whether a field still has its documented default."""
-        return name not in vars(self) or bool(vars(self)[name] == default_of(name))
+        return name not in vars(self) or _content(vars(self)[name]) == _content(default_of(name))
 
     @property
     def is_dp_size_settled(self) -> bool:
@@ -208,8 +208,13 @@ class CollieConfig:
         fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
         folder = Path(name_or_path, kwargs.get("subfolder") or "")
         saved = config_files.read_fields(folder, skip=fields)
+        has_model = not folder.is_dir() or (folder / "config.json").is_file()  # no folder: a name on the hub
+        if not has_model and saved is None and "model_config" not in fields:
+            raise FileNotFoundError(
+                f"{str(folder)!r} has no config.json. Give the folder of a model, or a name on the hub."
+            )
         # A folder without a model config is what save_pretrained leaves of a config that names no model.
-        if "model_config" not in fields and (saved is None or (folder / "config.json").is_file()):
+        if has_model and "model_config" not in fields:
             from transformers import AutoConfig
 
             model_config, kwargs = AutoConfig.from_pretrained(name_or_path, return_unused_kwargs=True, **kwargs)
@@ -245,7 +250,7 @@ class CollieConfig:
         if not isinstance(other, CollieConfig):
             return NotImplemented
         stored = FIELDS.keys() & (vars(self).keys() | vars(other).keys())
-        return all(bool(getattr(self, name) == getattr(other, name)) for name in stored)
+        return all(_content(getattr(self, name)) == _content(getattr(other, name)) for name in stored)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -258,6 +263,15 @@ class CollieConfig:
             known = name in vars(self) or name in _CHEAP
             lines.append(f"  {name}: {_shown(getattr(self, name)) if known else 'default'}")
         return "\n".join(["CollieConfig", *lines])
+
+
+def _content(value: Any) -> Any:
+    """What equality looks at: of a model config not the folder it came from, nor who wrote the file."""
+    # BitsAndBytesConfig is a dataclass without fields: to `==` all of them are equal.
+    if isinstance(value, Mapping) or not hasattr(value, "to_dict"):
+        return value
+    provenance = ("_name_or_path", "transformers_version")
+    return type(value), {key: item for key, item in value.to_dict().items() if key not in provenance}
 
 
 def _shown(value: Any) -> str:
