@@ -20,6 +20,8 @@ from collie_parallel.data.padder import ColliePadder
 from collie_parallel.utils.rng import preserve_rng
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from collie_parallel.config import CollieConfig
     from collie_parallel.engine import Engine
 
@@ -61,7 +63,7 @@ class Evaluator:
         self,
         model: nn.Module,
         dataset: Any,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         metrics: Mapping[str, BaseMetric] | None = None,
         eval_fn: Callable[..., Any] | None = None,
         config: CollieConfig | None = None,

@@ -36,6 +36,8 @@ from collie_train.saving import SavingMixin
 from collie_train.server import StepServer, check_server
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from collie_parallel.config import CollieConfig
     from collie_parallel.engine import Engine
 
@@ -86,7 +88,7 @@ class Trainer(SavingMixin):
         self,
         model: nn.Module,
         config: CollieConfig,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         loss_fn: Callable[..., Any] = _DEFAULT_LOSS,
         train_fn: Callable[..., float] | None = None,
         eval_fn: Callable[..., Any] | None = None,

@@ -1,0 +1,206 @@
+"""What the ranks run for tests of the Trainer on real engines."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.harness.batches import Sample, collate, ragged_batch
+from tests.harness.models import tiny_model
+from tests.harness.reference import make_optimizer
+
+ARCH = "llama"
+VOCAB = 67
+
+
+@dataclass(frozen=True)
+class Run:
+    """A short training run through the Trainer.
+
+    Args:
+        collie: a CollieModelForCausalLM instead of the plain transformers model.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    zero: int = 0
+    collie: bool = False
+    accumulation: int = 2
+    micro: int = 2
+    samples: int = 11
+    epochs: int = 2
+    optimizer: str = "sgd"
+    eval_per_n_steps: int = 0
+
+
+def train_samples(run: Run) -> list[Sample]:
+    return ragged_batch(random.Random(1), run.samples, 2, 11, VOCAB, fully_masked=(3,))
+
+
+def eval_samples() -> list[Sample]:
+    """Five samples, of very different numbers of targets: neither 2 ranks nor batches of 2 divide them."""
+    return ragged_batch(random.Random(2), 5, 3, 19, VOCAB)
+
+
+def make_trainer(run: Run, folder: str, **kwargs: Any) -> Any:
+    """A Trainer of the run's layout over the model saved in `folder`, with perplexity on `eval_samples`."""
+    from collie import CollieConfig, CollieModelForCausalLM, EvaluatorForPerplexity, Trainer
+
+    config = CollieConfig.from_pretrained(folder)
+    config.tp_size, config.dp_size = run.tp, run.dp
+    config.train_micro_batch_size, config.gradient_accumulation_steps = run.micro, run.accumulation
+    config.eval_batch_size, config.train_epochs, config.eval_per_n_steps = 2, run.epochs, run.eval_per_n_steps
+    config.ds_config = {"zero_optimization": {"stage": run.zero}, "gradient_clipping": 1.0}
+    if run.collie:
+        model: Any = CollieModelForCausalLM.from_pretrained(folder, config, attn_implementation="eager")
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+    evaluator = EvaluatorForPerplexity(model=model, dataset=eval_samples(), config=config, collate_fn=collate)
+    arguments = {
+        "optimizer": lambda parameters: make_optimizer(parameters, run.optimizer, 0.05),
+        "train_dataset": train_samples(run),
+        "train_dataset_collate_fn": collate,
+        "evaluators": [evaluator],
+    }
+    return Trainer(model, config, **{**arguments, **kwargs})
+
+
+def train(run: Run, model_folder: str) -> dict[str, Any]:
+    """Train; what this rank saw (one list of samples a batch), step losses, perplexities, and the weights on rank 0."""
+    from collie import Callback, env
+
+    class Watch(Callback):
+        def __init__(self):
+            self.seen: list[list[Sample]] = []
+            self.losses: list[float] = []
+            self.evaluated: list[float] = []
+
+        def on_train_batch_begin(self, trainer, batch):
+            self.seen.append(unpadded(batch, batch.real))
+
+        def on_train_batch_end(self, trainer, loss):
+            if trainer.engine.global_steps > len(self.losses):
+                self.losses.append(trainer.engine.step_loss)
+
+        def on_evaluate_end(self, trainer, results):
+            self.evaluated.append(results["ppl"])
+
+    watch = Watch()
+    trainer = make_trainer(run, model_folder, callbacks=[watch])
+    trainer.eval()
+    trainer.train()
+    trainer.eval()
+    trainer.save_model(f"{model_folder}/trained")
+    weights = read_back(f"{model_folder}/trained") if env.rank == 0 else {}
+    return {"seen": watch.seen, "losses": watch.losses, "ppl": watch.evaluated, "weights": weights}
+
+
+def resume(run: Run, at: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights of a run that goes through, and of one that goes on from the checkpoint the first wrote at batch `at`."""
+    from collie import Callback, env
+
+    class SaveAt(Callback):
+        def __init__(self):
+            self.batches = 0
+
+        def on_train_batch_end(self, trainer, loss):
+            self.batches += 1
+            if trainer.global_batch_idx == at and not Path(folder, "checkpoint").exists():
+                trainer.save_checkpoint(f"{folder}/checkpoint")
+
+        def on_save_checkpoint(self, trainer):
+            return {"batches": self.batches, "example": torch.ones(2)}
+
+        def on_load_checkpoint(self, trainer, states):
+            self.batches = states["batches"]
+
+    through = make_trainer(run, folder, callbacks=[SaveAt()])
+    through.train()
+    callback = SaveAt()
+    resumed = make_trainer(run, folder, callbacks=[callback])
+    resumed.load_checkpoint(f"{folder}/checkpoint")
+    state = {**resumed.state_dict(), "callback_batches": callback.batches}
+    resumed.train()
+    state["end"] = resumed.global_batch_idx
+    weights = []
+    for name, trainer in (("through", through), ("resumed", resumed)):
+        trainer.save_model(f"{folder}/{name}")
+        weights.append(read_back(f"{folder}/{name}") if env.rank == 0 else {})
+    return weights[0], weights[1], state
+
+
+def adapters(run: Run, folder: str) -> dict[str, Any]:
+    """Train LoRA adapters, save them, train on, load them back; logits at the three moments (rank 0)."""
+    from peft import LoraConfig, get_peft_model
+
+    from collie import CollieConfig, Trainer
+
+    config = CollieConfig(train_epochs=1, dp_size=run.dp, tp_size=run.tp)
+    config.ds_config = {"zero_optimization": {"stage": run.zero}}
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model(ARCH), lora)
+    trainer = Trainer(model, config, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    batch = collate(train_samples(run)[:2])
+    trainer.train([batch])
+    saved = trainer.engine.eval_batch(batch).logits
+    trainer.save_peft(f"{folder}/adapter")
+    trainer.save_checkpoint(f"{folder}/checkpoint")
+    refused = ""
+    try:
+        trainer.save_model(f"{folder}/model")
+    except ValueError as error:
+        refused = str(error)
+    trainer.train([batch])
+    later = trainer.engine.eval_batch(batch).logits
+    trainer.load_peft(f"{folder}/adapter")
+    loaded = trainer.engine.eval_batch(batch).logits
+    trainer.train([batch])  # the optimizer's own copies were replaced, too
+    again = trainer.engine.eval_batch(batch).logits
+    trainer.load_checkpoint(f"{folder}/checkpoint")
+    resumed = trainer.engine.eval_batch(batch).logits
+    logits = {"saved": saved, "later": later, "loaded": loaded, "again": again, "resumed": resumed}
+    return {
+        **logits,
+        "batch": batch,
+        "refused": refused,
+        "files": os.listdir(f"{folder}/adapter"),
+    }
+
+
+def own_train_fn(run: Run, model_folder: str) -> dict[str, Any]:
+    """The documented way to write a train_fn, on a real engine: what this rank saw, and the weights on rank 0."""
+    from collie import env
+
+    seen = []
+
+    def train_fn(trainer, batch, global_step):
+        seen.append(unpadded(batch, batch.real))
+        outputs = trainer.engine(**batch)
+        loss = trainer.loss_fn(outputs.logits, batch["labels"])
+        trainer.engine.backward(loss)
+        trainer.engine.step()
+        return loss.item()
+
+    trainer = make_trainer(run, model_folder, train_fn=train_fn)
+    trainer.train()
+    trainer.save_model(f"{model_folder}/trained")
+    return {"seen": seen, "weights": read_back(f"{model_folder}/trained") if env.rank == 0 else {}}
+
+
+def unpadded(batch: Any, real: int) -> list[Sample]:
+    rows = zip(batch["input_ids"][:real], batch["attention_mask"][:real], batch["labels"][:real], strict=True)
+    return [{"input_ids": ids[mask == 1].tolist(), "labels": labels[mask == 1].tolist()} for ids, mask, labels in rows]
+
+
+def read_back(folder: str) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return {name: value.clone() for name, value in model.state_dict().items()}
