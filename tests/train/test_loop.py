@@ -161,6 +161,31 @@ def test_nothing_to_evaluate(engines, caplog):
     assert "eval_per_n_steps=1, but there is no evaluator" in caplog.text
 
 
+def test_a_generator_is_used_up_after_one_epoch(engines):
+    trainer_of(engines).train(batch for batch in batches(1, 2))
+    with pytest.raises(ValueError, match="no batch in epoch 1"):
+        trainer_of(engines, train_epochs=2).train(batch for batch in batches(1, 2))
+    with pytest.raises(ValueError, match="no batch in epoch 0"):
+        trainer_of(engines).train([])
+
+
+def test_eval_fn_without_data_does_not_stop_training(engines, caplog):
+    def eval_fn(evaluator, batch):
+        return {"x": batch["x"].tolist()}
+
+    trainer = Trainer(
+        nn.Linear(1, 1), CollieConfig(train_epochs=1, eval_per_n_steps=1), eval_fn=eval_fn, metrics={"mean": Mean()}
+    )
+    trainer.train(batches(1))
+    assert "no evaluator with a dataset" in caplog.text
+    assert trainer.eval(batches(1, 2)) == {"mean": 1.5}
+
+
+def test_metrics_that_nothing_feeds_are_named(engines, caplog):
+    Trainer(nn.Linear(1, 1), CollieConfig(), metrics={"mean": Mean()})
+    assert "metrics were given without eval_fn" in caplog.text
+
+
 def test_evaluator_added_later_uses_the_trainers_engine(engines):
     trainer = trainer_of(engines)
     trainer.evaluators.append(mean_evaluator(trainer.model))

@@ -20,7 +20,7 @@ from collie_parallel.data.dataloader import CollieDataLoader
 from collie_parallel.data.padder import ColliePadder
 from collie_parallel.engine import setup_engine
 from collie_parallel.losses import GPTLMLoss
-from collie_parallel.topology import setup_distribution
+from collie_parallel.topology import env, setup_distribution
 from collie_train.callbacks.callback import Callback
 from collie_train.callbacks.callback_manager import CallbackManager
 from collie_train.checks import (
@@ -134,6 +134,8 @@ class Trainer(SavingMixin):
         self.init_state_dict()
 
         setup_distribution(config)
+        if self.metrics and self.eval_fn is None:
+            _warn("metrics were given without eval_fn, so nothing feeds them. Give them to an evaluator.")
         self.setup_parallel_model()
         self.train_dataloader = self._make_train_dataloader()
         self.steps_per_epoch = _length(self.train_dataloader)
@@ -253,7 +255,7 @@ class Trainer(SavingMixin):
             self._mark(0, 0, self._global_batch_idx)
         first_epoch, skip = self._resume_point["epoch_idx"], self._resume_point["batch_idx"]
         if first_epoch >= self.config.train_epochs:
-            logger.warning(
+            _warn(
                 "Nothing left to train: epoch %d of train_epochs=%d. Raise train_epochs to go on.",
                 first_epoch,
                 self.config.train_epochs,
@@ -268,7 +270,7 @@ class Trainer(SavingMixin):
             self.callback_manager.on_train_epoch_begin(self)
             self._train_epoch(loader, skip)
             skip = 0
-            if _is_due(self.config.eval_per_n_epochs, self.epoch_idx) and self.evaluators:
+            if _is_due(self.config.eval_per_n_epochs, self.epoch_idx) and self._runnable():
                 self.eval()
             self._mark(self.epoch_idx + 1, 0, self._global_batch_idx)
             self.callback_manager.on_train_epoch_end(self)
@@ -297,10 +299,15 @@ class Trainer(SavingMixin):
             if is_step_end:
                 self._mark(self.epoch_idx, self.batch_idx + 1, self._global_batch_idx + 1)
             self.callback_manager.on_train_batch_end(self, loss)
-            if _is_due(self.config.eval_per_n_steps, self._global_batch_idx) and self.evaluators:
+            if _is_due(self.config.eval_per_n_steps, self._global_batch_idx) and self._runnable():
                 self.eval()
             self.batch_idx += 1
             self._global_batch_idx += 1
+        if self.batch_idx == 0:
+            raise ValueError(
+                f"There was no batch in epoch {self.epoch_idx}. A generator is used up after one epoch: give a list or "
+                "a DataLoader, which can be iterated again, or set train_epochs=1."
+            )
 
     def _announced(self, loader: Iterable[Any], skip: int) -> Iterator[tuple[dict[str, Any], bool]]:
         """Batches, each with whether it ends its step; the engine is told of each step's batches beforehand."""
@@ -329,10 +336,9 @@ class Trainer(SavingMixin):
                 "{'type': 'AdamW', 'params': {'lr': 1e-4}}}."
             )
         for name in ("eval_per_n_steps", "eval_per_n_epochs"):
-            if getattr(self.config, name) > 0 and not self.evaluators:
-                logger.warning(
-                    "config.%s=%d, but there is no evaluator: nothing is evaluated.", name, getattr(self.config, name)
-                )
+            every = getattr(self.config, name)
+            if every > 0 and not self._runnable():
+                _warn("config.%s=%d, but there is no evaluator with a dataset: nothing is evaluated.", name, every)
 
     @staticmethod
     def _number(loss: Any) -> float:
@@ -380,7 +386,7 @@ class Trainer(SavingMixin):
         Raises:
             ValueError: there is nothing to evaluate.
         """
-        runnable = [e for e in self.evaluators if dataloader is not None or e.dataset is not None]
+        runnable = self._runnable() if dataloader is None else self.evaluators
         if not runnable:
             raise ValueError(
                 "There is nothing to evaluate: give the Trainer an eval_dataset with an eval_fn, or evaluators=[...]."
@@ -403,8 +409,17 @@ class Trainer(SavingMixin):
         self.callback_manager.on_evaluate_end(self, results)
         return results
 
+    def _runnable(self) -> list[Evaluator]:
+        """The evaluators that have a dataset."""
+        return [evaluator for evaluator in self.evaluators if evaluator.dataset is not None]
+
 
 _DEFAULT_TRAIN_FN = Trainer.train_fn
+
+
+def _warn(message: str, *args: Any) -> None:
+    if env.rank == 0:
+        logger.warning(message, *args)
 
 
 def _is_due(every: int, index: int) -> bool:

@@ -57,7 +57,10 @@ class Callback:
         """Epoch `trainer.epoch_idx` is over, its evaluation included."""
 
     def on_train_batch_begin(self, trainer: Trainer, batch: dict[str, Any]) -> None:
-        """Batch `trainer.batch_idx` is about to be trained on; `batch` may be changed in place."""
+        """Batch `trainer.batch_idx` is about to be trained on.
+
+        `batch` may be changed in place, but for which labels are targets: those of the step are counted already.
+        """
 
     def on_train_batch_end(self, trainer: Trainer, loss: float) -> None:
         """Batch `trainer.batch_idx` is done; `loss` is what `train_fn` returned."""
