@@ -71,6 +71,7 @@ def test_csv_through_ds_config(tmp_path, monkeypatch):
     for step in range(2):
         with monitor as item:
             item.update(mode="train", loss=1.0 - step / 2, global_batch_idx=step)
+    assert LossMonitor(monitor.config).monitor is monitor.monitor
     (file,) = (tmp_path / "run").glob("*.csv")
     assert file.stem.startswith("mine_Training_Loss")
     rows = [line.split(",") for line in file.read_text().split()[-2:]]

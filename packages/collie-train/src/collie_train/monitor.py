@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -27,6 +28,8 @@ __all__ = [
 
 Event = tuple[str, float, int]
 _MultiMonitors = MonitorGroup
+# Monitors with the same monitor_config share a writer: each new one would open a run of its own.
+_writers: dict[str, Any] = {}
 _SINKS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
@@ -62,11 +65,14 @@ def get_monitor(config: CollieConfig) -> Any:
         raise ValueError(f"ds_config['monitor_config'] has {unknown}; it takes enabled, tag, {', '.join(_SINKS)}.")
     if not section or not section.get("enabled", True) or env.rank != 0:
         return DummyDeepSpeedMonitor(section)
-    from deepspeed.monitor.config import get_monitor_config
-    from deepspeed.monitor.monitor import MonitorMaster
+    key = json.dumps(section, sort_keys=True, default=str)
+    if key not in _writers:
+        from deepspeed.monitor.config import get_monitor_config
+        from deepspeed.monitor.monitor import MonitorMaster
 
-    master = MonitorMaster(get_monitor_config(section))
-    return _Tagged(master, section["tag"]) if section.get("tag") else master
+        master = MonitorMaster(get_monitor_config(section))
+        _writers[key] = _Tagged(master, section["tag"]) if section.get("tag") else master
+    return _writers[key]
 
 
 class _Tagged:
