@@ -33,8 +33,8 @@ def use_device(local_rank: int) -> torch.device:
     if device.type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise RuntimeError(
-                f"LOCAL_RANK={local_rank} but this host shows {torch.cuda.device_count()} CUDA device(s). Start at most "
-                "that many ranks on a host, or set CUDA_VISIBLE_DEVICES."
+                f"LOCAL_RANK={local_rank} but this host shows {torch.cuda.device_count()} CUDA device(s). Start at "
+                "most that many ranks on a host, or set CUDA_VISIBLE_DEVICES."
             )
         torch.cuda.set_device(device)
     return device

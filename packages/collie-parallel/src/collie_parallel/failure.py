@@ -2,7 +2,8 @@
 
 A rank that dies of an exception writes that to the store of the process group. A small thread on every other rank reads
 it and ends the process, so nobody waits in a collective for a rank that is gone. A rank that is killed outright cannot
-write; its launcher (torchrun, srun --kill-on-bad-exit) ends the others, and their collectives fail on the lost connection.
+write; its launcher (torchrun, srun --kill-on-bad-exit) ends the others, and their collectives fail on the lost
+connection.
 """
 
 from __future__ import annotations

@@ -137,7 +137,9 @@ class ModelParallelUnit:
     """
 
     def get_model_parallel_rank(self) -> int:
-        return env.mp_rank
+        # DeepSpeed counts a replicated parameter in the gradient norm where this is 0. The replicas of one are on the
+        # tensor ranks of its stage; other stages hold other parameters.
+        return env.tp_rank
 
     def get_model_parallel_world_size(self) -> int:
         return env.mp_size
@@ -146,8 +148,6 @@ class ModelParallelUnit:
         return env.mp_group
 
     def get_tensor_model_parallel_rank(self) -> int:
-        # DeepSpeed counts a replicated parameter in the gradient norm where this rank is 0. Replicas of one stage live
-        # on its tensor ranks; other stages hold other parameters.
         return env.tp_rank
 
     def get_tensor_model_parallel_world_size(self) -> int:

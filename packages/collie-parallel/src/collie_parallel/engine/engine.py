@@ -69,7 +69,7 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the last step's gradient before clipping, over all model-parallel ranks; None before the first step."""
+        """Norm of the last step's gradient before clipping, over all ranks; None before the first step."""
         norm = self.deepspeed.get_global_grad_norm()
         return float(norm) if norm is not None else None
 
@@ -87,8 +87,8 @@ class Engine:
         """
         if self._window is not None and 0 < self._window.position < self._window.length:
             raise RuntimeError(
-                f"begin_step was called after {self._window.position} of {self._window.length} micro-batches. A train_fn "
-                "must call engine.backward and engine.step once for every batch it is given."
+                f"begin_step was called after {self._window.position} of {self._window.length} micro-batches. A "
+                "train_fn must call engine.backward and engine.step once for every batch it is given."
             )
         self._window = open_window(batches, loss_fn)
 

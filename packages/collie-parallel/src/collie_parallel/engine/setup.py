@@ -53,6 +53,10 @@ def setup_engine(
         raise ValueError("The model has no trainable parameter. Set requires_grad on what should be trained.")
     if not has_optimizer:
         settings.pop("scheduler", None)
+    plain_optimizer = ds_config.zero_stage(config) == 0 and ds_config.precision(config) is torch.float32
+    if plain_optimizer:
+        # Without clipping DeepSpeed would not ask for the norm either.
+        settings["gradient_clipping"] = settings["gradient_clipping"] or float("inf")
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -62,6 +66,8 @@ def setup_engine(
         config=settings,
         dist_init_required=False,
     )
+    if plain_optimizer:
+        _keep_gradient_norm(engine)
     return Engine(engine, config)
 
 
@@ -82,6 +88,18 @@ def check_model(config: CollieConfig, model: nn.Module) -> None:
             )
 
 
+def _keep_gradient_norm(engine: Any) -> None:
+    """Without a ZeRO optimizer DeepSpeed clips by the norm and then forgets it."""
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    def clip_and_keep() -> None:
+        engine._global_grad_norm = clip_grad_norm_(
+            engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+        )
+
+    engine.clip_fp32_gradients = clip_and_keep
+
+
 def _base_of(model: nn.Module) -> nn.Module:
     """The model inside a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -89,8 +107,9 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 def _set_activation_checkpointing(config: CollieConfig, model: nn.Module, training: bool) -> None:
     base = _base_of(model)
-    if training and config.checkpointing and isinstance(base, PreTrainedModel):
-        if base.supports_gradient_checkpointing:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
-            if not all(p.requires_grad for p in base.get_input_embeddings().parameters()):
-                base.enable_input_require_grads()
+    if not (training and config.checkpointing and isinstance(base, PreTrainedModel)):
+        return
+    if base.supports_gradient_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        if not all(p.requires_grad for p in base.get_input_embeddings().parameters()):
+            base.enable_input_require_grads()

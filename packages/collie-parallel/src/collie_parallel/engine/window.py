@@ -61,8 +61,8 @@ def open_window(batches: Sequence[Mapping[str, Any]], loss_fn: Any) -> Window:
     for batch in batches:
         if "labels" not in batch:
             raise KeyError(
-                f"The batch has the keys {sorted(batch)}, and GPTLMLoss needs 'labels'. Let the collate function return "
-                "them, or pass a loss_fn of your own."
+                f"The batch has the keys {sorted(batch)}, and GPTLMLoss needs 'labels'. Let the collate function "
+                "return them, or pass a loss_fn of your own."
             )
     counts = torch.tensor([count_targets(batch["labels"], loss_fn.ignore_index) for batch in batches])
     if env.dp_size > 1:

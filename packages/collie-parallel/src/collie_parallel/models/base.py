@@ -108,7 +108,7 @@ class CollieModelForCausalLM:
 
     @contextmanager
     def vocab_parallel_logits(self) -> Iterator[None]:
-        """Inside, the forward returns logits [b, s, v_padded / t]: this rank's part, for the vocabulary-parallel loss."""
+        """Inside, the forward returns this rank's part of the logits, [b, s, v_padded / t]."""
         head = self.vocab_head
         if head is None:
             yield
@@ -142,15 +142,18 @@ def _forward_in_layout(model: Any, forward: Any, *args: Any, **kwargs: Any) -> A
     given = inspect.signature(forward).bind(model, *args, **kwargs).arguments
     given.update(given.pop("kwargs", {}))
     given.pop("self")
-    if given.get("past_key_values") is not None or given.get("use_cache"):
-        return forward(model, **given)
-    padded, length = _pad_sequence(given)
-    state.active = True
+    before = state.active
+    state.active = given.get("past_key_values") is None and not given.get("use_cache")
     try:
-        output = forward(model, **padded, use_cache=False) if "use_cache" not in padded else forward(model, **padded)
+        if not state.active:
+            return forward(model, **given)
+        padded, length = _pad_sequence(given)
+        output = forward(model, **{**padded, "use_cache": False})
+        output.logits = output.logits[:, :length]
     finally:
-        state.active = False
-    output.logits = output.logits[:, :length]
+        # A forward with gradients leaves the switch on: activation checkpointing runs the layers again in backward.
+        if not (state.active and torch.is_grad_enabled()):
+            state.active = before
     return output
 
 

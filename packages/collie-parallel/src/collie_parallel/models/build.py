@@ -78,6 +78,7 @@ def transformers_class(config: CollieConfig) -> type[PreTrainedModel]:
 
 def _split_over_tensor_ranks(model: Any, config: CollieConfig) -> None:
     from collie_parallel.tensor_parallel.apply import parallelize
+
     with torch.device("meta"):
         sequence = parallelize(model, config.sequence_parallel)
     model._sequence = sequence if config.sequence_parallel else None
@@ -102,7 +103,7 @@ def _fill(
 
 
 def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the parts a model is filled by: each decoder layer, then each remaining module with own tensors."""
+    """(name, module) of the parts a model is filled by: each decoder layer, and every other module with own tensors."""
     covered: list[str] = []
     for name, module in model.named_modules():
         if any(name == prefix or name.startswith(prefix + ".") for prefix in covered):
@@ -179,6 +180,8 @@ def _copy_parts(full: nn.Module, unit: nn.Module) -> None:
     sources = dict(full.named_parameters()) | dict(full.named_buffers())
     with torch.no_grad():
         for name, target in (*unit.named_parameters(), *unit.named_buffers()):
+            if hasattr(target, "ds_id"):
+                continue  # tied to a parameter that was filled and spread before
             source = sources[name]
             shard = shard_of(target)
             target.copy_(shard.take(source, env.tp_rank) if shard else source)

@@ -26,6 +26,8 @@ from collie_parallel.tensor_parallel.shard import Shard, mark_shard, shard_of
 from collie_parallel.topology import env
 
 _COLUMN_STYLES = {"colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"}
+# torch.nn.functional.grouped_mm, transformers' default for experts, wants rows of a multiple of so many bytes.
+_GROUPED_MATMUL_ALIGNMENT = 16
 _ROW_STYLES = {"rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"}
 
 
@@ -113,7 +115,9 @@ def _column(blocks: int = 1, gather: bool = False) -> Callable[[Context, str, nn
 def _row(blocks: int = 1, split_input: bool = False) -> Callable[[Context, str, nn.Module], None]:
     def apply(context: Context, name: str, module: nn.Module) -> None:
         linear = _require_linear(context, name, module)
-        check_divisible(context.model, name, context.plan[name], "in_features", linear.in_features, env.tp_size * blocks)
+        check_divisible(
+            context.model, name, context.plan[name], "in_features", linear.in_features, env.tp_size * blocks
+        )
         replacement = RowParallelLinear(
             linear.in_features,
             linear.out_features,
@@ -220,6 +224,8 @@ def _split_parameter(context: Context, name: str, style: str) -> None:
     local = nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta"), requires_grad=full.requires_grad)
     mark_shard(local, shard, env.tp_rank)
     setattr(owner, parameter_name, local)
+    if shape[-1] * full.element_size() % _GROUPED_MATMUL_ALIGNMENT and style in _ROW_STYLES:
+        context.model.set_experts_implementation("eager")
 
 
 def _split_vocabulary(context: Context, embedding: nn.Module, head: nn.Module | None) -> None:
@@ -227,7 +233,9 @@ def _split_vocabulary(context: Context, embedding: nn.Module, head: nn.Module | 
     model = context.model
     names = {id(module): name for name, module in model.named_modules()}
     if not isinstance(embedding, nn.Embedding):
-        raise PlanError(f"{type(model).__name__}: the token embedding is a {type(embedding).__name__}, not an Embedding.")
+        raise PlanError(
+            f"{type(model).__name__}: the token embedding is a {type(embedding).__name__}, not an Embedding."
+        )
     replacement = VocabParallelEmbedding(
         embedding.num_embeddings,
         embedding.embedding_dim,
@@ -255,8 +263,8 @@ def _embedding_scale(model: nn.Module, embedding: nn.Embedding) -> float | None:
     if isinstance(scale, int | float) and type(embedding).__name__.endswith("ScaledWordEmbedding"):
         return float(scale)
     raise PlanError(
-        f"{type(model).__name__}: the token embedding is a {type(embedding).__name__}, whose forward is not known to be "
-        "splittable by rows. Use tp_size=1 with ZeRO for this architecture."
+        f"{type(model).__name__}: the token embedding is a {type(embedding).__name__}, whose forward is not known "
+        "to be splittable by rows. Use tp_size=1 with ZeRO for this architecture."
     )
 
 
@@ -270,7 +278,7 @@ def _require_linear(context: Context, name: str, module: nn.Module) -> nn.Linear
 
 
 def _key_value_shard(context: Context, name: str, linear: nn.Linear) -> Shard | None:
-    """How to cut a key or value projection with fewer heads than ranks: each head goes to several neighbouring ranks."""
+    """How to cut a key or value projection with fewer heads than ranks: each head goes to several neighbours."""
     config = context.model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None)
     parent_name, _, leaf = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Linear and embedding layers split over the tensor-parallel ranks: megatron-core's, with a transformers module's manners.
+"""Linear and embedding layers split over the tensor-parallel ranks: megatron-core's, with transformers' manners.
 
 They return a plain tensor, carry `in_features` / `out_features`, keep Hugging Face parameter names (no extra state) and
 take activations as [b, s, h].
@@ -198,13 +198,13 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
 
 @dataclass
 class HeadOutput:
-    """Whether the output head returns this rank's part of the logits; switched by the loss, see `vocab_parallel_logits`."""
+    """Whether the output head returns this rank's part of the logits; see `vocab_parallel_logits`."""
 
     parallel: bool = False
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """Output head whose vocabulary is split: [b, s, h] -> logits [b, s, v], or [b, s, v_padded / t] for the parallel loss."""
+    """Output head whose vocabulary is split: [b, s, h] -> [b, s, v], or [b, s, v_padded / t] for the parallel loss."""
 
     def __init__(self, in_features: int, vocab_size: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__(in_features, vocab_size, bias=bias, dtype=dtype, shard=vocab_shard(vocab_size))

@@ -47,8 +47,8 @@ def expand_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]:
     plan = dict(model._tp_plan or {})
     if not plan:
         raise PlanError(
-            f"tp_size={tp_size} was asked for, but {type(model).__name__} ships no tensor plan. Use tp_size=1 with ZeRO "
-            "(ds_config zero_optimization.stage) to spread this architecture over ranks."
+            f"tp_size={tp_size} was asked for, but {type(model).__name__} ships no tensor plan. Use tp_size=1 with "
+            "ZeRO (ds_config zero_optimization.stage) to spread this architecture over ranks."
         )
     expanded: dict[str, str] = {}
     for name, module in model.named_modules():

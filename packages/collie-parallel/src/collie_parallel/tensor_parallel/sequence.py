@@ -34,7 +34,7 @@ def scatter_to_sequence(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def gather_from_sequence(hidden: torch.Tensor, partial_gradients: bool) -> torch.Tensor:
-    """[b, s / t, h] -> [b, s, h]; backward sums the ranks' gradients if they are partial, else takes this rank's part."""
+    """[b, s / t, h] -> [b, s, h]; backward sums partial gradients, or takes this rank's part of full ones."""
     return _on_first_dim(
         lambda x: megatron.gather_from_sequence_parallel_region(
             x, tensor_parallel_output_grad=partial_gradients, group=env.tp_group
@@ -63,20 +63,20 @@ def enter_region(first_layer: nn.Module, state: SequenceParallel) -> None:
 def leave_region(last_module: nn.Module, state: SequenceParallel) -> None:
     """Gather the hidden states after the last module that works on split ones."""
     last_module.register_forward_hook(
-        lambda _, __, output: _map_output(output, lambda x: gather_from_sequence(x, partial_gradients=False))
-        if state.active
-        else None
+        lambda _, __, output: (
+            _map_output(output, lambda x: gather_from_sequence(x, partial_gradients=False)) if state.active else None
+        )
     )
 
 
 def wrap_block(block: nn.Module, state: SequenceParallel, sums_itself: bool) -> None:
     """Gather before `block`; where its layers do not reduce-scatter themselves, cut its full output after it."""
     block.register_forward_pre_hook(
-        lambda _, args, kwargs: _map_hidden(
-            args, kwargs, lambda x: gather_from_sequence(x, partial_gradients=sums_itself)
-        )
-        if state.active
-        else None,
+        lambda _, args, kwargs: (
+            _map_hidden(args, kwargs, lambda x: gather_from_sequence(x, partial_gradients=sums_itself))
+            if state.active
+            else None
+        ),
         with_kwargs=True,
     )
     if not sums_itself:

@@ -99,7 +99,7 @@ class WeightFiles:
             if (self.folder / weights).is_file():
                 return dict.fromkeys(self._names_in(self.folder / weights), weights)
         raise FileNotFoundError(
-            f"{self.folder} holds no weights: looked for {SAFE_WEIGHTS}, {SAFE_INDEX}, {TORCH_WEIGHTS} and {TORCH_INDEX}."
+            f"{self.folder} holds no weights: looked for {SAFE_WEIGHTS}, {SAFE_INDEX}, {TORCH_WEIGHTS}, {TORCH_INDEX}."
         )
 
     @staticmethod

@@ -71,6 +71,8 @@ class CheckpointReader:
         """Fill the tensors of `unit`, allocated before, and compute those buffers that no file holds."""
         with torch.no_grad():
             for name, target in _named_tensors(unit):
+                if hasattr(target, "ds_id"):
+                    continue  # tied to a parameter that was filled and spread before
                 full_name = f"{unit_name}.{name}" if unit_name else name
                 source_name = self._name_with_source(full_name)
                 if source_name is not None:

@@ -128,7 +128,7 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The full tensor on rank 0, put together from the tensor-parallel ranks of its data-parallel replica; else None."""
+    """The full tensor on rank 0, put together from the tensor-parallel ranks; None elsewhere."""
     shard = shard_of(tensor)
     if shard is None:
         return tensor.detach().cpu().clone() if is_main_rank() else None
