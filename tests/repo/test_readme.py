@@ -43,6 +43,7 @@ def test_script_trains_and_saves_what_transformers_reads(launcher: str, tmp_path
         timeout=240,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("ppl") == 1, done.stdout
 
     from transformers import AutoModelForCausalLM
 
