@@ -31,7 +31,7 @@ def watch_for_failures() -> None:
         return
     _watching = True
     # A clone has a connection of its own: the main thread may sit in a blocking store call.
-    store = dist.distributed_c10d._get_default_store().clone()
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     rank = dist.get_rank()
     previous_hook = sys.excepthook
 

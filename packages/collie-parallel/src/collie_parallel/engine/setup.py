@@ -102,7 +102,8 @@ def _keep_gradient_norm(engine: Any) -> None:
 
 def _base_of(model: nn.Module) -> nn.Module:
     """The model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    return get_base() if get_base is not None else model
 
 
 def _set_activation_checkpointing(config: CollieConfig, model: nn.Module, training: bool) -> None:

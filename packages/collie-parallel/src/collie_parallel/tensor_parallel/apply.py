@@ -351,7 +351,7 @@ def _region(model: PreTrainedModel) -> tuple[str, str]:
             f"layers; it names {base or 'nothing'}. Set sequence_parallel=False."
         )
     after = base[base.index(layers[0]) + 1 :]
-    last_layer = f"{layers[0]}.{len(model.get_submodule(layers[0])) - 1}"  # type: ignore[arg-type]
+    last_layer = f"{layers[0]}.{len(model.get_submodule(layers[0])) - 1}"
     return layers[0], after[-1] if after else last_layer
 
 

@@ -83,7 +83,7 @@ class ColumnParallelLinear(_WithoutExtraState, megatron.ColumnParallelLinear):
                 del parameter.tensor_model_parallel
             mark_shard(parameter, shard, env.tp_rank)
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
         # Under sequence parallelism the gather before this layer sums the partial input gradients itself.
         in_sequence_region = self.sequence is not None and self.sequence.active
         self.allreduce_dgrad = env.tp_size > 1 and not in_sequence_region
@@ -135,7 +135,7 @@ class RowParallelLinear(_WithoutExtraState, megatron.RowParallelLinear):
         self.sequence: SequenceParallel | None = None
         mark_shard(self.weight, shard or Shard(dim=1, size=in_features, world=env.tp_size), env.tp_rank)
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
         in_sequence_region = self.sequence is not None and self.sequence.active
         self.explicit_expert_comm = in_sequence_region  # megatron-core's switch for "leave the sum to the caller"
         output, bias = super().forward(input_)
@@ -210,7 +210,7 @@ class VocabParallelHead(ColumnParallelLinear):
         super().__init__(in_features, vocab_size, bias=bias, dtype=dtype, shard=vocab_shard(vocab_size))
         self.output = HeadOutput()
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
         logits = super().forward(input_)
         if self.output.parallel:
             return logits

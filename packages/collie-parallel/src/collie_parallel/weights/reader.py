@@ -77,7 +77,7 @@ class CheckpointReader:
                 source_name = self._name_with_source(full_name)
                 if source_name is not None:
                     self.read_into(source_name, target)
-                    target._is_hf_initialized = True  # type: ignore[union-attr]
+                    target._is_hf_initialized = True  # type: ignore[attr-defined]
         _compute_missing_buffers(self._model, unit)
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
