@@ -204,3 +204,71 @@ def unpadded(batch: Any, real: int) -> list[Sample]:
 def read_back(folder: str) -> dict[str, torch.Tensor]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def learning_rates(folder: str, given: str) -> list[float]:
+    """Learning rate before each batch, with optimizer and scheduler from ds_config, as objects, or as functions."""
+    from collie import Callback, CollieConfig, Trainer
+
+    class Watch(Callback):
+        def __init__(self):
+            self.seen: list[float] = []
+
+        def on_train_batch_begin(self, trainer, batch):
+            self.seen.append(trainer.lr)
+
+    model = tiny_model(ARCH)
+    config = CollieConfig(train_epochs=1)
+    arguments: dict[str, Any] = {}
+    if given == "ds_config":
+        warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.8, "warmup_num_steps": 4, "warmup_type": "linear"}
+        config.ds_config = {
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.8}},
+            "scheduler": {"type": "WarmupLR", "params": warmup},
+        }
+    else:
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.8)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        if given == "functions":
+            optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.8)  # noqa: E731
+            scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)  # noqa: E731
+        arguments = {"optimizer": optimizer, "lr_scheduler": scheduler}
+    watch = Watch()
+    trainer = Trainer(model, config, callbacks=watch, **arguments)
+    assert trainer.optimizer is trainer.engine.optimizer and trainer.lr_scheduler is trainer.engine.lr_scheduler
+    trainer.train([collate(train_samples(Run())[:2])] * 4)
+    return watch.seen
+
+
+def documented_script(folder: str) -> dict[str, Any]:
+    """Texts, a tokenizer, the datasets and padders that the documentation names, and nothing else."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from collie import CollieConfig, CollieDatasetForTraining, CollieModelForCausalLM, EvaluatorForPerplexity, Trainer
+    from collie.metrics import PPLMetric
+
+    words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "a", "b", "c", "d", "e"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
+    texts = [{"text": "a b c d e"}, {"text": "a b c"}, {"text": "a b c d"}]
+    dataset = CollieDatasetForTraining(texts, tokenizer)
+    config = CollieConfig.from_pretrained(folder)
+    config.train_epochs, config.train_micro_batch_size = 30, 2
+    config.eval_per_n_epochs, config.eval_batch_size = 15, 2
+    config.ds_config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    model = CollieModelForCausalLM.from_pretrained(folder, config)
+    evaluator = EvaluatorForPerplexity(
+        model=model, config=config, tokenizer=tokenizer, dataset=dataset, metrics={"ppl": PPLMetric()}
+    )
+    trainer = Trainer(model=model, config=config, tokenizer=tokenizer, train_dataset=dataset, evaluators=[evaluator])
+    before = trainer.eval()["ppl"]
+    trainer.train()
+    after = trainer.eval()["ppl"]
+    trainer.save_model(f"{folder}/out")
+    prompt = tokenizer("a b", return_tensors="pt")
+    ids = trainer.engine.generate(
+        input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"], max_new_tokens=2, do_sample=False
+    )
+    return {"before": before, "after": after, "ids": ids}

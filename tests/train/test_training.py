@@ -135,3 +135,29 @@ def test_documented_train_fn_averages_the_mean_losses_of_a_step(pool2, folder):
     optimizer.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(results[0]["weights"][name], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", ["objects", "functions"])
+def test_optimizer_and_scheduler_of_the_user(pool1, folder, given):
+    (seen,) = pool1.run(cases.learning_rates, folder, given)
+    assert seen == pytest.approx([0.8, 0.4, 0.2, 0.1])
+
+
+def test_optimizer_and_scheduler_of_ds_config(pool1, folder):
+    (seen,) = pool1.run(cases.learning_rates, folder, "ds_config")
+    assert seen[1:] == pytest.approx([0.0, 0.2, 0.4])  # DeepSpeed counts its warm-up from the first step
+
+
+def test_the_documented_script_learns_and_plain_transformers_reads_what_it_saved(pool1, folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (result,) = pool1.run(cases.documented_script, folder)
+    assert result["after"] < 2 < result["before"]
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/out")
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/out")
+    prompt = tokenizer("a b", return_tensors="pt")
+    ids = model.generate(
+        input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"], max_new_tokens=2, do_sample=False
+    )
+    assert tokenizer.decode(ids[0]) == "a b c d"
+    assert torch.equal(ids, result["ids"])
