@@ -41,6 +41,8 @@ class ProcessedSamples:
             raise ValueError(
                 f"{meta_path} is not of the format {_FORMAT!r}, version {_VERSION}. Process the data again."
             )
+        if not isinstance(meta.get("keys"), list) or not isinstance(meta.get("shards"), list):
+            raise ValueError(f"{meta_path} has no list of keys or of shards. Process the data again.")
         self.keys: list[str] = meta["keys"]
         _check_names(self.keys)
         self.sizes: list[int] = meta["shards"]
