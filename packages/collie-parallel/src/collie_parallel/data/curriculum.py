@@ -86,11 +86,23 @@ class Curriculum:
     samples more than once and others not at all. Its files go to `data_cluster_path`, which all ranks must see.
 
     Only the samples are chosen: a metric such as the sequence length does not cut them.
+
+    Args:
+        section: what `curriculum_section` returned.
+
+    Raises:
+        ValueError: the schedule of a metric lacks something.
     """
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         from deepspeed.runtime.data_pipeline.config import get_data_efficiency_config
+        from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
+        for name, metric in section["data_sampling"]["curriculum_learning"]["curriculum_metrics"].items():
+            try:
+                CurriculumScheduler(copy.deepcopy(metric))
+            except AssertionError as error:
+                raise ValueError(f"{_WHERE}.curriculum_metrics.{name}: {error}") from error
         self.config = get_data_efficiency_config({"data_efficiency": copy.deepcopy(dict(section))})
         self._sampler: Any = None
         self._made = 0
