@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from collie_parallel import device as device_seam
+from collie_parallel.quiet import silence_known_warnings
 
 if TYPE_CHECKING:
     from collie_parallel.config import CollieConfig
@@ -193,6 +194,7 @@ def setup_distribution(config: CollieConfig) -> None:
             )
         return
 
+    silence_known_warnings()
     device = device_seam.use_device(local_rank)
     device_seam.disable_compiled_collectives()
     device_seam.adapt_megatron_to_device()

@@ -68,6 +68,7 @@ def setup_engine(
     )
     if plain_optimizer:
         _keep_gradient_norm(engine)
+    _undo_first_step(engine.optimizer)
     return Engine(engine, config)
 
 
@@ -98,6 +99,22 @@ def _keep_gradient_norm(engine: Any) -> None:
         )
 
     engine.clip_fp32_gradients = clip_and_keep
+
+
+def _undo_first_step(optimizer: Any) -> None:
+    """DeepSpeed's half-precision optimizers without ZeRO step once on zero gradients to allocate their state.
+
+    That step would count in Adam's bias correction and decay the weights, so it is taken back.
+    """
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    if isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+        optimizer.optimizer.state.clear()
+        for group in optimizer.optimizer.param_groups:
+            if "step" in group:  # fused Adam counts here
+                group["step"] = 0
+        optimizer.refresh_fp32_params()
 
 
 def _base_of(model: nn.Module) -> nn.Module:

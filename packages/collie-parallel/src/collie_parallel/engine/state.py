@@ -92,5 +92,6 @@ def _layout(engine: DeepSpeedEngine) -> dict[str, int]:
 def _allowed_classes() -> list[Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum]
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
