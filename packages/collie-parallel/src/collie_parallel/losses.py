@@ -63,8 +63,10 @@ class GPTLMLoss(nn.Module):
             return total, count
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        logits = _hide_padding(logits.float().contiguous(), part.vocab_size)
-        token_losses = vocab_parallel_cross_entropy(logits, targets)
+        mine = _hide_padding(logits.float().contiguous(), part.vocab_size)
+        if mine.data_ptr() == logits.data_ptr():
+            mine = mine.clone()  # megatron-core turns what it is given into probabilities, in place
+        token_losses = vocab_parallel_cross_entropy(mine, targets)
         return token_losses.masked_fill(targets == self.ignore_index, 0.0).sum(), count
 
 

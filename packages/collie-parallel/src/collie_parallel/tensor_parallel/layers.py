@@ -87,7 +87,10 @@ class ColumnParallelLinear(_WithoutExtraState, megatron.ColumnParallelLinear):
         # Under sequence parallelism the gather before this layer sums the partial input gradients itself.
         in_sequence_region = self.sequence is not None and self.sequence.active
         self.allreduce_dgrad = env.tp_size > 1 and not in_sequence_region
-        output, _ = super().forward(input_)
+        self.skip_bias_add = not self.weight.requires_grad  # megatron-core gives its gradient to neither, then
+        output, bias = super().forward(input_)
+        if bias is not None:
+            output = output + bias
         if not self.gathers:
             return output
         output = megatron.gather_from_tensor_model_parallel_region(output, group=self.tp_group)
@@ -132,12 +135,15 @@ class RowParallelLinear(_WithoutExtraState, megatron.RowParallelLinear):
         )
         self._load_state_dict_pre_hooks.clear()
         self.in_features, self.out_features = in_features, out_features
+        self.shard = shard or Shard(dim=1, size=in_features, world=env.tp_size)
         self.sequence: SequenceParallel | None = None
-        mark_shard(self.weight, shard or Shard(dim=1, size=in_features, world=env.tp_size), env.tp_rank)
+        mark_shard(self.weight, self.shard, env.tp_rank)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         in_sequence_region = self.sequence is not None and self.sequence.active
         self.explicit_expert_comm = in_sequence_region  # megatron-core's switch for "leave the sum to the caller"
+        if not self.input_is_parallel:
+            input_ = _in_rank_order(input_, self.shard)
         output, bias = super().forward(input_)
         if in_sequence_region:
             output = reduce_scatter_to_sequence(output)
@@ -177,7 +183,7 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
             tp_group=env.tp_group,
         )
         self.num_embeddings = num_embeddings
-        self.padding_idx = padding_idx
+        self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
         self.scale = scale
         mark_shard(self.weight, shard, env.tp_rank)
 
@@ -230,3 +236,11 @@ def _in_full_order(gathered: torch.Tensor, shard: Shard) -> torch.Tensor:
         return gathered
     parts: Any = [local.chunk(shard.blocks, -1) for local in gathered.chunk(shard.world, -1)]
     return torch.cat([part[i] for i in range(shard.blocks) for part in parts], -1)
+
+
+def _in_rank_order(full: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Put features into the order in which contiguous parts are what a blockwise cut gives each rank."""
+    if shard.blocks == 1:
+        return full
+    parts: Any = [block.chunk(shard.world, -1) for block in full.chunk(shard.blocks, -1)]
+    return torch.cat([part[rank] for rank in range(shard.world) for part in parts], -1)
