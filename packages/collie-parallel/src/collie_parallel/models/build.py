@@ -37,7 +37,7 @@ def build_model(
     """Build this rank's part of the model and fill it from `folder`, or with random weights where that is None."""
     if env.pp_size > 1:
         raise ValueError(
-            f"config.pp_size={env.pp_size}: this release has no pipeline stages yet. Use pp_size=1 with tp_size and ZeRO."
+            f"config.pp_size={env.pp_size}: this release has no pipeline stages. Use pp_size=1 with tp_size and ZeRO."
         )
     dtype = dtype or ds_config.precision(config)
     if dtype is torch.float16 and not supports_fp16():
@@ -57,8 +57,10 @@ def build_model(
         from collie_parallel.weights.reader import CheckpointReader
 
         reader = CheckpointReader(folder, model)
-        reader.check_complete()
+        reader.check()
     _fill(model, config, reader, blueprint)
+    if reader is not None:
+        reader.close()
     model.eval()
     return model
 
@@ -93,6 +95,7 @@ def _fill(
 ) -> None:
     """Give every unit real memory and its values."""
     done: dict[int, nn.Parameter] = {}  # meta parameter -> real one, so that tied parameters stay one
+    filled: set[int] = set()
     for name, unit in units(model):
         if reader is not None:
             _allocate(unit, done, env.device)
@@ -101,7 +104,7 @@ def _fill(
             assert blueprint is not None
             full = _draw(blueprint, name, config)
             _allocate(unit, done, env.device)
-            _copy_parts(full, unit)
+            _copy_parts(full, unit, filled)
         if ds_config.zero_stage(config) == 3:
             _spread_over_data_ranks(unit, config)
 
@@ -155,7 +158,8 @@ def _draw(blueprint: PreTrainedModel, name: str, config: CollieConfig) -> nn.Mod
         full = _OwnTensors(full)
     _allocate(full, {}, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed((config.seed << 32) + zlib.crc32(name.encode()))
+        # Not torch.manual_seed, which would set the generators of accelerators too.
+        torch.default_generator.manual_seed(((config.seed << 32) + zlib.crc32(name.encode())) % 2**63)
         initialize(blueprint, full)
         _apply_init_method(full, config)
     return full
@@ -179,13 +183,14 @@ def _apply_init_method(unit: nn.Module, config: CollieConfig) -> None:
             config.init_method["init_func"](parameter.data, **config.init_method.get("init_kwargs", {}))
 
 
-def _copy_parts(full: nn.Module, unit: nn.Module) -> None:
-    """Copy this rank's part of every tensor of a full unit into the split one."""
+def _copy_parts(full: nn.Module, unit: nn.Module, filled: set[int]) -> None:
+    """Copy this rank's part of every tensor of a full unit into the split one; a tied one keeps its first values."""
     sources = dict(full.named_parameters()) | dict(full.named_buffers())
     with torch.no_grad():
         for name, target in (*unit.named_parameters(), *unit.named_buffers()):
-            if hasattr(target, "ds_id"):
-                continue  # tied to a parameter that was filled and spread before
+            if id(target) in filled:
+                continue
+            filled.add(id(target))
             source = sources[name]
             shard = shard_of(target)
             target.copy_(shard.take(source, env.tp_rank) if shard else source)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 SAFE_WEIGHTS, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_REMEDY = "Download or save the weights again."
 
 
 def resolve_folder(path_or_name: str, revision: str | None = None) -> Path:
@@ -36,7 +39,7 @@ def resolve_folder(path_or_name: str, revision: str | None = None) -> Path:
 
 
 class WeightFiles:
-    """The tensors of a folder by name. Files are opened on first use; safetensors are read by slices.
+    """The tensors of a folder by name; safetensors are read by slices.
 
     `*.bin` files are memory-mapped and loaded with `weights_only`, so no code in them runs.
 
@@ -45,13 +48,13 @@ class WeightFiles:
 
     Raises:
         FileNotFoundError: no weight file there, or one that the index names is missing.
+        ValueError: a file or the index is damaged, is no such file, or does not hold what the index says.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file_of: dict[str, str] = self._read_index()
         self._open: dict[str, Any] = {}
-        self._is_safe: dict[str, bool] = {}
+        self._file_of: dict[str, str] = self._find()
 
     @property
     def names(self) -> list[str]:
@@ -59,19 +62,17 @@ class WeightFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         handle = self._handle(name)
-        if self._is_safe[self._file_of[name]]:
-            return tuple(handle.get_slice(name).get_shape())
-        return tuple(handle[name].shape)
+        return tuple(handle[name].shape if isinstance(handle, dict) else handle.get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor."""
         handle = self._handle(name)
-        return handle.get_tensor(name) if self._is_safe[self._file_of[name]] else handle[name]
+        return handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
 
     def read_range(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` of dimension `dim`; only those are read from disk where the format allows."""
         handle = self._handle(name)
-        source = handle.get_slice(name) if self._is_safe[self._file_of[name]] else handle[name]
+        source = handle[name] if isinstance(handle, dict) else handle.get_slice(name)
         return source[(slice(None),) * dim + (slice(start, stop),)]
 
     def close(self) -> None:
@@ -80,31 +81,62 @@ class WeightFiles:
     def _handle(self, name: str) -> Any:
         file = self._file_of[name]
         if file not in self._open:
-            path = self.folder / file
-            self._is_safe[file] = file.endswith(".safetensors")
-            if self._is_safe[file]:
-                self._open[file] = safe_open(path, framework="pt")
-            else:
-                self._open[file] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            self._open[file] = open_weights(self.folder / file)
         return self._open[file]
 
-    def _read_index(self) -> dict[str, str]:
+    def _find(self) -> dict[str, str]:
         for weights, index in ((SAFE_WEIGHTS, SAFE_INDEX), (TORCH_WEIGHTS, TORCH_INDEX)):
+            if (self.folder / weights).is_file():  # transformers prefers it over an index, too
+                self._open[weights] = open_weights(self.folder / weights)
+                return dict.fromkeys(self._open[weights].keys(), weights)
             if (self.folder / index).is_file():
-                file_of = json.loads((self.folder / index).read_text())["weight_map"]
-                missing = sorted({file for file in file_of.values() if not (self.folder / file).is_file()})
-                if missing:
-                    raise FileNotFoundError(f"{self.folder / index} names {missing}, which are not in that folder.")
-                return file_of
-            if (self.folder / weights).is_file():
-                return dict.fromkeys(self._names_in(self.folder / weights), weights)
+                return self._follow_index(self.folder / index)
         raise FileNotFoundError(
             f"{self.folder} holds no weights: looked for {SAFE_WEIGHTS}, {SAFE_INDEX}, {TORCH_WEIGHTS}, {TORCH_INDEX}."
         )
 
-    @staticmethod
-    def _names_in(path: Path) -> list[str]:
+    def _follow_index(self, index: Path) -> dict[str, str]:
+        file_of = _read_weight_map(index)
+        files = sorted(set(file_of.values()))
+        missing = [file for file in files if not (self.folder / file).is_file()]
+        if missing:
+            raise FileNotFoundError(f"{index} names {missing}, which are not in that folder. Copy them there.")
+        held = {}
+        for file in files:
+            self._open[file] = open_weights(self.folder / file)
+            held[file] = set(self._open[file].keys())
+        absent = [f"{name} (in {file})" for name, file in file_of.items() if name not in held[file]]
+        if absent:
+            raise ValueError(f"{index} names weights that their files do not hold: {', '.join(absent)}. {_REMEDY}")
+        return file_of
+
+
+def open_weights(path: Path) -> Any:
+    """A safetensors handle, or the dict of tensors of a torch file.
+
+    Raises:
+        ValueError: damaged, of another kind, or not to be loaded without running code.
+    """
+    try:
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as handle:
-                return list(handle.keys())
-        return list(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+            return safe_open(path, framework="pt")
+        # Files of torch before 1.6 are no archives and cannot be mapped.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as weights: {error}. {_REMEDY}") from error
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path} is no dict of names and tensors, but something else that torch.save wrote.")
+    return content
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is no index of weight files ({type(error).__name__}: {error}). {_REMEDY}") from error
+    valid = isinstance(weight_map, dict) and all(
+        isinstance(file, str) and file == Path(file).name for file in weight_map.values()
+    )
+    if not valid:
+        raise ValueError(f"{index}: weight_map must map names of weights to names of files in that folder. {_REMEDY}")
+    return weight_map

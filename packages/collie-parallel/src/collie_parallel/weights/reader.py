@@ -1,27 +1,25 @@
 """Reading Hugging Face weight files into a model of any layout: each rank reads only its own slices.
 
-Some architectures keep weights in files under other names or in other pieces than in the model (Mixtral's experts, one
-matrix each in the file, stacked in the model). transformers describes that by conversions; they are followed here, one
-parameter at a time.
+Some architectures keep weights in files under other names or in other pieces than in the model. transformers describes
+that; `collie_parallel.weights.conversion` follows it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from copy import deepcopy
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from collie_parallel.tensor_parallel.shard import Shard, shard_of
 from collie_parallel.topology import env, is_main_rank
+from collie_parallel.weights.conversion import Conversion
 from collie_parallel.weights.files import WeightFiles, resolve_folder
 
 if TYPE_CHECKING:
@@ -38,22 +36,25 @@ class CheckpointReader:
         self._model = model
         self._targets = _saved_tensors(model)
         self._direct: dict[str, str] = {}  # model name -> file name
-        self._converted: dict[str, Any] = {}  # model name -> conversion that makes it
+        self._converted: dict[str, Conversion] = {}  # model name -> conversion that makes it
+        self._shapes: dict[str, tuple[int, ...]] = {}  # model name -> shape that the files give it
+        self._failed: list[str] = []  # conversions that cannot be done, and why
         self._unexpected: list[str] = []
         self._map_names()
 
-    def check_complete(self) -> None:
+    def check(self, allow_missing: bool = False) -> None:
         """Compare names and shapes before anything is read.
 
         Raises:
-            ValueError: weights are missing, or have another shape than the model; all are listed.
+            ValueError: weights are missing (unless that is allowed), or have another shape than the model; all are
+                listed.
         """
-        missing = [name for name in self._targets if self._name_with_source(name) is None]
-        wrong = []
-        for name, file_name in self._direct.items():
-            want, have = full_shape(self._targets[name]), self._files.shape(file_name)
-            if want != have:
-                wrong.append(f"{name}: the file has {list(have)}, the model needs {list(want)}")
+        missing = [name for name in self._targets if self._name_with_source(name) is None and not allow_missing]
+        wrong = [
+            f"{name}: the file has {list(have)}, the model needs {list(full_shape(self._targets[name]))}"
+            for name, have in self._shapes.items()
+            if have != full_shape(self._targets[name])
+        ] + self._failed
         if missing or wrong:
             parts = []
             if missing:
@@ -84,12 +85,7 @@ class CheckpointReader:
         """Read this rank's part of one tensor into `target`."""
         shard = shard_of(target)
         if name in self._converted:
-            full = self._convert(name)
-            if tuple(full.shape) != full_shape(target):
-                raise ValueError(
-                    f"{self._files.folder}: {name} comes out as {list(full.shape)}, the model needs "
-                    f"{list(full_shape(target))}. Check that the config belongs to these weights."
-                )
+            full = self._converted[name].run(self._model, self._files.read)[name]
             target.copy_(shard.take(full, env.tp_rank) if shard else full)
         elif shard is None:
             target.copy_(self._files.read(self._direct[name]))
@@ -106,17 +102,14 @@ class CheckpointReader:
         parts = [self._files.read_range(file_name, shard.dim, a, b) for a, b in shard.ranges(env.tp_rank)]
         return shard.pad(parts[0] if len(parts) == 1 else torch.cat(parts, shard.dim))
 
-    def _convert(self, name: str) -> torch.Tensor:
-        made = self._converted[name].convert(name, model=self._model, config=self._model.config)
-        value = made[name]
-        return value[0] if isinstance(value, list) else value
-
     def _map_names(self) -> None:
         transforms = get_model_conversion_mapping(self._model)
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
         by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-        for file_name in self._files.names:
+        conversions: dict[str, Conversion] = {}
+        # Experts are stacked in this order: 2 before 10, however the file lists them.
+        for file_name in sorted(self._files.names, key=dot_natural_key):
             name, pattern = rename_source_key(
                 file_name, renamings, converters, self._model.base_model_prefix, self._targets
             )
@@ -124,9 +117,25 @@ class CheckpointReader:
                 self._unexpected.append(file_name)
             elif pattern is None:
                 self._direct[name] = file_name
+                self._shapes[name] = self._files.shape(file_name)
             else:
-                conversion = self._converted.setdefault(name, deepcopy(by_pattern[pattern]))
-                conversion.add_tensor(name, file_name, pattern, partial(self._files.read, file_name))
+                conversions.setdefault(name, Conversion(by_pattern[pattern], name)).add(file_name, pattern)
+        for conversion in conversions.values():
+            self._try_on_shapes(conversion)
+
+    def _try_on_shapes(self, conversion: Conversion) -> None:
+        """Learn what a conversion makes, and of which shape, without reading a weight."""
+        try:
+            made = conversion.run(self._model, lambda name: torch.empty(self._files.shape(name), device="meta"))
+        except (RuntimeError, ValueError, LookupError) as error:
+            sources = ", ".join(conversion.sources)
+            self._failed.append(f"{conversion.name}: cannot be put together from {sources} ({error})")
+            self._shapes.setdefault(conversion.name, full_shape(self._targets[conversion.name]))
+            self._converted[conversion.name] = conversion
+            return
+        for name, tensor in made.items():
+            if name in self._targets:
+                self._converted[name], self._shapes[name] = conversion, tuple(tensor.shape)
 
     def _name_with_source(self, name: str) -> str | None:
         if name in self._direct or name in self._converted:
@@ -147,15 +156,14 @@ def load_model(
         path: folder with weight files (safetensors or `pytorch_model.bin`).
         config: the model's config.
         process_exclusion: ranks of a host read one after another, which lowers the peak of host memory.
-        strict: raise on missing weights; otherwise they keep their values.
+        strict: raise on missing weights; otherwise they keep their values. A wrong shape is always an error.
 
     Raises:
         FileNotFoundError: no weight files there.
         ValueError: missing weights or wrong shapes, all listed; nothing is changed then.
     """
     reader = CheckpointReader(resolve_folder(path), model)
-    if strict:
-        reader.check_complete()
+    reader.check(allow_missing=not strict)
     turns = env.world_size if process_exclusion else 1
     for turn in range(turns):
         if turns == 1 or turn == env.rank:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collie_parallel.config import CollieConfig
 
 _FILE_BYTES = 4 * 1024**3
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def save_model(
@@ -65,6 +67,8 @@ class _ShardWriter:
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".part-*.safetensors"):
+            left.unlink()  # of a save that was interrupted
         self._folder, self._max_file_bytes = folder, max_file_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._files: list[list[str]] = []  # names of the tensors of each written file
@@ -83,14 +87,23 @@ class _ShardWriter:
         self._write()
         count = len(self._files)
         names = [SAFE_WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-        for old in (*self._folder.glob("model*.safetensors"), self._folder / SAFE_INDEX):
-            old.unlink(missing_ok=True)  # of an earlier save: transformers would prefer or mix them
         for i, name in enumerate(names):
             os.replace(self._part(i), self._folder / name)
         if count > 1:
             weight_map = {tensor: names[i] for i, tensors in enumerate(self._files) for tensor in tensors}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self._folder / SAFE_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            partial = self._folder / ".part-index.json"
+            partial.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            os.replace(partial, self._folder / SAFE_INDEX)
+        self._remove_older(names)
+
+    def _remove_older(self, names: list[str]) -> None:
+        """Files of an earlier save with another number of parts: transformers would prefer or mix them."""
+        for file in self._folder.iterdir():
+            if _OURS.fullmatch(file.name) and file.name not in names:
+                file.unlink()
+        if len(names) == 1:
+            (self._folder / SAFE_INDEX).unlink(missing_ok=True)
 
     def _write(self) -> None:
         save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
