@@ -13,6 +13,7 @@ _WARNINGS = (
     r".*Detected call of `lr_scheduler\.step\(\)` before `optimizer\.step\(\)`.*",  # DeepSpeed steps both, in order
 )
 _LOGGED = (
+    "Setting accelerator to CPU",  # the start-up lines of a run say so
     "Attempting to get learning rate from scheduler before it has started",
     "You are using ZeRO with an untested optimizer",
     "has been overridden with a more memory efficient version",

@@ -6,6 +6,7 @@ lets megatron-core build the groups. One owner: nobody else creates process grou
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import re
@@ -259,6 +260,8 @@ def _first_host(node_list: str) -> str:
 
 def _init_process_group(rank: int, world_size: int, device: torch.device) -> None:
     backend = device_seam.collective_backend()
+    # Left to the end of the interpreter, the group's threads can outlive what they use and abort the process.
+    atexit.register(_destroy_process_group)
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
         return
@@ -270,6 +273,11 @@ def _init_process_group(rank: int, world_size: int, device: torch.device) -> Non
         )
     kwargs = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=_TIMEOUT, **kwargs)  # type: ignore[arg-type]
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _init_deepspeed_comm() -> None:
