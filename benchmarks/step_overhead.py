@@ -156,8 +156,8 @@ def transformers_trainer(options: argparse.Namespace, samples: list[Sample]) -> 
         trainer = transformers.Trainer(
             model,
             arguments,
-            train_dataset=samples,  # type: ignore[arg-type]
-            data_collator=collate,  # type: ignore[arg-type]
+            train_dataset=samples,
+            data_collator=collate,
             callbacks=[Timer()],
         )
         trainer.remove_callback(transformers.PrinterCallback)

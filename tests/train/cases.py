@@ -108,12 +108,12 @@ def resume(run: Run, at: int, folder: str) -> tuple[dict[str, torch.Tensor], dic
     from collie import Callback, env
 
     class SaveAt(Callback):
-        def __init__(self):
-            self.batches = 0
+        def __init__(self, saves):
+            self.batches, self.saves = 0, saves
 
         def on_train_batch_end(self, trainer, loss):
             self.batches += 1
-            if trainer.global_batch_idx == at and not Path(folder, "checkpoint").exists():
+            if self.saves and trainer.global_batch_idx == at:  # decided alike on every rank: saving is collective
                 trainer.save_checkpoint(f"{folder}/checkpoint")
 
         def on_save_checkpoint(self, trainer):
@@ -122,9 +122,9 @@ def resume(run: Run, at: int, folder: str) -> tuple[dict[str, torch.Tensor], dic
         def on_load_checkpoint(self, trainer, states):
             self.batches = states["batches"]
 
-    through = make_trainer(run, folder, callbacks=[SaveAt()])
+    through = make_trainer(run, folder, callbacks=[SaveAt(saves=True)])
     through.train()
-    callback = SaveAt()
+    callback = SaveAt(saves=False)
     resumed = make_trainer(run, folder, callbacks=[callback])
     resumed.load_checkpoint(f"{folder}/checkpoint")
     state = {**resumed.state_dict(), "callback_batches": callback.batches}

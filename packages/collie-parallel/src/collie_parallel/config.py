@@ -41,7 +41,7 @@ class CollieConfig:
         sequence_parallel: split the sequence between layers over the tensor ranks (Megatron sequence parallelism).
         pp_partition_method: 'parameters', 'uniform' or 'type:REGEX' of the layers to balance.
         train_epochs: passes over the training data.
-        eval_per_n_steps: evaluate after every so many optimizer steps; 0: not by steps.
+        eval_per_n_steps: evaluate after every so many batches, counted by `trainer.global_batch_idx`; 0: not by steps.
         eval_per_n_epochs: evaluate after every so many epochs; 0: not by epochs.
         train_micro_batch_size: samples of one forward pass on one data-parallel replica.
         gradient_accumulation_steps: micro-batches of one optimizer step.

@@ -161,6 +161,7 @@ class Trainer(SavingMixin):
             shuffle=True,
             collate_fn=self.train_dataset_collate_fn,
             num_workers=self.config.dataloader_num_workers,
+            data_efficiency_config=self.config.ds_config.get("data_efficiency", {}),
         )
 
     def _setup_evaluators(self) -> Any:
