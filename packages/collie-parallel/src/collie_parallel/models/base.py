@@ -147,14 +147,32 @@ def _forward_in_layout(model: Any, forward: Any, *args: Any, **kwargs: Any) -> A
     try:
         if not state.active:
             return forward(model, **given)
-        padded, length = _pad_sequence(given)
-        output = forward(model, **{**padded, "use_cache": False})
-        output.logits = output.logits[:, :length]
+        return _forward_split(model, forward, given)
     finally:
         # A forward with gradients leaves the switch on: activation checkpointing runs the layers again in backward.
         if not (state.active and torch.is_grad_enabled()):
             state.active = before
-    return output
+
+
+def _forward_split(model: Any, forward: Any, given: dict[str, Any]) -> Any:
+    """Run a forward under sequence parallelism and give back what an unsplit one would."""
+    from collie_parallel.tensor_parallel.sequence import gather_from_sequence
+
+    as_tuple = not (model.config.return_dict if given.get("return_dict") is None else given["return_dict"])
+    inputs, length = _pad_sequence({**given, "use_cache": False, "return_dict": True})
+    keep = inputs.get("logits_to_keep", 0)
+    if isinstance(keep, int) and keep:
+        inputs["logits_to_keep"] = torch.arange(max(length - keep, 0), length)  # the last are real positions
+    output = forward(model, **inputs)
+    if isinstance(keep, int) and not keep:
+        output.logits = output.logits[:, :length]
+    if output.get("hidden_states") is not None:
+        whole = length + -length % env.tp_size
+        output.hidden_states = tuple(
+            (hidden if hidden.shape[1] == whole else gather_from_sequence(hidden, partial_gradients=False))[:, :length]
+            for hidden in output.hidden_states
+        )
+    return output.to_tuple() if as_tuple else output
 
 
 def _pad_sequence(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -167,6 +185,13 @@ def _pad_sequence(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
     missing = -length % env.tp_size
     if missing == 0:
         return inputs, length
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim != 2:
+        raise ValueError(
+            f"Under sequence_parallel a sequence of length {length} is padded to a multiple of tp_size={env.tp_size}, "
+            f"which an attention_mask of shape {list(mask.shape)} does not allow. Give one of shape [b, s], or pad "
+            "the inputs yourself."
+        )
 
     def pad(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != length:

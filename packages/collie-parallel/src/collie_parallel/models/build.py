@@ -158,8 +158,8 @@ def _draw(blueprint: PreTrainedModel, name: str, config: CollieConfig) -> nn.Mod
         full = _OwnTensors(full)
     _allocate(full, {}, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would set the generators of accelerators too.
-        torch.default_generator.manual_seed(((config.seed << 32) + zlib.crc32(name.encode())) % 2**63)
+        # The CPU's generator looks at 32 bits only. Not torch.manual_seed, which sets those of accelerators too.
+        torch.default_generator.manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
         initialize(blueprint, full)
         _apply_init_method(full, config)
     return full

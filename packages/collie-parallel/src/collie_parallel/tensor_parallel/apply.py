@@ -64,7 +64,7 @@ def parallelize(model: PreTrainedModel, sequence_parallel: bool) -> sequence.Seq
         elif modules[name] is not embedding and modules[name] is not head:
             STYLES[style](context, name, modules[name])
     _split_vocabulary(context, embedding, head)
-    dropout.separate_streams(model, [name for name in _blocks(plan, model) if name in modules])
+    dropout.separate_streams(model, _blocks_of_parts(plan, modules))
     if sequence_parallel:
         _apply_sequence_parallel(context)
     return context.sequence
@@ -94,7 +94,7 @@ def _column(blocks: int = 1, gather: bool = False) -> Callable[[Context, str, nn
         )
         if shard.replicas == 1:
             check_divisible(
-                context.model, name, context.plan[name], "out_features", linear.out_features, env.tp_size * blocks
+                context.model, name, context.plan[name], "out_features", linear.out_features, env.tp_size, blocks
             )
         replacement = ColumnParallelLinear(
             linear.in_features,
@@ -115,9 +115,7 @@ def _column(blocks: int = 1, gather: bool = False) -> Callable[[Context, str, nn
 def _row(blocks: int = 1, split_input: bool = False) -> Callable[[Context, str, nn.Module], None]:
     def apply(context: Context, name: str, module: nn.Module) -> None:
         linear = _require_linear(context, name, module)
-        check_divisible(
-            context.model, name, context.plan[name], "in_features", linear.in_features, env.tp_size * blocks
-        )
+        check_divisible(context.model, name, context.plan[name], "in_features", linear.in_features, env.tp_size, blocks)
         replacement = RowParallelLinear(
             linear.in_features,
             linear.out_features,
@@ -217,7 +215,7 @@ def _split_parameter(context: Context, name: str, style: str) -> None:
         return  # a bias added after the sum
     dim = full.ndim - 1 if row or full.ndim == 1 else full.ndim - 2
     blocks = 2 if style.startswith("packed") else 1
-    check_divisible(context.model, name, style, f"size({dim})", full.size(dim), env.tp_size * blocks)
+    check_divisible(context.model, name, style, f"size({dim})", full.size(dim), env.tp_size, blocks)
     shard = Shard(dim=dim, size=full.size(dim), world=env.tp_size, blocks=blocks)
     shape = list(full.shape)
     shape[dim] = shard.local_size
@@ -315,6 +313,15 @@ def _blocks(plan: dict[str, str], model: nn.Module) -> list[str]:
     return outermost(name.rpartition(".")[0] for name in ends if name in modules)
 
 
+def _blocks_of_parts(plan: dict[str, str], modules: dict[str, nn.Module]) -> list[str]:
+    """Names of the blocks in which each rank computes other features, not all of them the same ones."""
+    return outermost(
+        name.rpartition(".")[0]
+        for name, style in plan.items()
+        if style in ("rowwise", "packed_rowwise") and name in modules
+    )
+
+
 def _apply_sequence_parallel(context: Context) -> None:
     model, state = context.model, context.sequence
     if "mla_kv_a_proj" in context.plan.values():
@@ -337,6 +344,14 @@ def _apply_sequence_parallel(context: Context) -> None:
                     reduce_gradient_over_tensor_ranks(module.bias)  # added to this rank's part of the sequence
     sequence.enter_region(layers[0], state)
     sequence.leave_region(model.get_submodule(tail_name), state)
+    between_blocks = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout)
+        and name.startswith(layers_name + ".")
+        and not any(name.startswith(block + ".") for block in blocks)
+    ]
+    dropout.separate_streams(model, between_blocks, active=lambda: state.active)
     _sum_gradients_of_split_sequence(model, layers_name, tail_name, blocks)
 
 

@@ -63,12 +63,16 @@ def expand_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]:
     return expanded
 
 
-def check_divisible(model: nn.Module, name: str, style: str, what: str, size: int, tp_size: int) -> None:
-    """Raise a PlanError unless `size` divides by the number of ranks."""
-    if size % tp_size:
+def check_divisible(
+    model: nn.Module, name: str, style: str, what: str, size: int, tp_size: int, blocks: int = 1
+) -> None:
+    """Raise a PlanError unless each of the equal `blocks` of `size` divides by the number of ranks."""
+    part = size // blocks
+    if size % blocks or part % tp_size:
+        fused = f" in {blocks} blocks of {part}" if blocks > 1 else ""
         raise PlanError(
-            f"{type(model).__name__}: {name} ({style}) has {what}={size}, which does not divide by tp_size={tp_size}. "
-            f"Choose a tp_size among {_divisors(size)}."
+            f"{type(model).__name__}: {name} ({style}) has {what}={size}{fused}, which does not divide by "
+            f"tp_size={tp_size}. Choose a tp_size among {_divisors(part)}."
         )
 
 
