@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from collie_parallel import device as device_seam
+from collie_parallel.failure import watch_for_failures
 from collie_parallel.quiet import silence_known_warnings
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def setup_distribution(config: CollieConfig) -> None:
     a world of one. tp_size * pp_size * dp_size is checked against the world size before any process group starts.
 
     Raises:
-        ValueError: the layout does not fit the number of ranks.
+        ValueError: the layout does not fit the number of ranks, or the launcher's variables do not say who this is.
         RuntimeError: another layout is already set up in this process.
     """
     rank, world_size, local_rank = _rank_from_launcher()
@@ -201,16 +202,15 @@ def setup_distribution(config: CollieConfig) -> None:
     device_seam.adapt_megatron_to_device()
     if not dist.is_initialized():
         _init_process_group(rank, world_size, device)
+    watch_for_failures()
     _init_deepspeed_comm()
     _parallel_state().initialize_model_parallel(
         tensor_model_parallel_size=config.tp_size, pipeline_model_parallel_size=config.pp_size
     )
     env._seed, env._local_rank, env._layout = config.seed, local_rank, layout
 
-    from collie_parallel.failure import watch_for_failures
     from collie_parallel.seed import set_seed
 
-    watch_for_failures()
     set_seed(config)
 
 
@@ -235,33 +235,57 @@ def _parallel_state() -> Any:
 def _rank_from_launcher() -> tuple[int, int, int]:
     """(rank, world size, local rank) as the launcher tells it; exports Slurm's answer in torchrun's variables."""
     if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank = int(os.environ["RANK"])
-        return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
-    # An interactive Slurm shell has SLURM_NTASKS but starts one process; only srun sets SLURM_STEP_ID for its tasks.
-    if "SLURM_PROCID" in os.environ and "SLURM_STEP_NODELIST" in os.environ:
+        return dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", default=0)
+    # An interactive Slurm shell or a batch script knows the tasks of the job but is none of them; only srun counts the
+    # tasks of its step.
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        _export_slurm_step()
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 1, 0
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not one of WORLD_SIZE={world_size} ranks. They count from 0.")
+    return rank, world_size, _number("LOCAL_RANK", default=rank)
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """The whole number in an environment variable."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().isdecimal():
+        is_now = "is not set" if text is None else f"is {text!r}"
+        raise ValueError(
+            f"The environment variable {name} {is_now}, where a number is needed. Start the script with torchrun or "
+            "srun, or unset RANK and WORLD_SIZE to run it as one process."
+        )
+    return int(text)
+
+
+def _export_slurm_step() -> None:
+    """Put what srun says about this task and its step into torchrun's variables."""
+    job, step = _number("SLURM_JOB_ID", default=0), _number("SLURM_STEP_ID", default=0)
+    os.environ["RANK"] = str(_number("SLURM_PROCID"))
+    os.environ["WORLD_SIZE"] = str(_number("SLURM_STEP_NUM_TASKS"))
+    os.environ["LOCAL_RANK"] = str(_number("SLURM_LOCALID", default=0))
+    if "SLURM_STEP_NODELIST" in os.environ:
         os.environ.setdefault("MASTER_ADDR", _first_host(os.environ["SLURM_STEP_NODELIST"]))
-        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ["SLURM_NTASKS"]
-        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-        return _rank_from_launcher()
-    return 0, 1, 0
+    # Steps of one job may share a host. The ports lie below those that Linux gives to outgoing connections.
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job + 101 * step) % 12000))
 
 
 def _first_host(node_list: str) -> str:
-    """First host of a Slurm node list: `node[03-05,9],gpu1` is node03."""
-    match = re.match(r"([^\[,]+)(?:\[([^\]\-,]+)[^\]]*\])?", node_list)
+    """First host of a Slurm node list: `node[03-05,9],gpu1` is node03, `rack[1-2]n[7,9]-ib` is rack1n7-ib."""
+    match = re.match(r"(?:[^\[\],\s]|\[[^\[\],\s-]+[^\[\]\s]*\])+", node_list)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST={node_list!r} names no host; set MASTER_ADDR yourself.")
-    return match.group(1) + (match.group(2) or "")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
 def _init_process_group(rank: int, world_size: int, device: torch.device) -> None:
     backend = device_seam.collective_backend()
     # Left to the end of the interpreter, the group's threads can outlive what they use and abort the process.
-    atexit.register(_destroy_process_group)
+    atexit.register(_destroy_process_group, os.getpid())
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
         return
@@ -275,8 +299,9 @@ def _init_process_group(rank: int, world_size: int, device: torch.device) -> Non
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=_TIMEOUT, **kwargs)  # type: ignore[arg-type]
 
 
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
+def _destroy_process_group(pid: int) -> None:
+    # A process that the user forked has the group, but not its threads.
+    if dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()
 
 

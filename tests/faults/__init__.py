@@ -1,0 +1,1 @@
+"""One rank fails: what becomes of the others, of the output and of the exit code."""
