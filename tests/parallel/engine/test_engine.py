@@ -35,6 +35,14 @@ def test_optimizer_of_ds_config(pool2: RankPool, folder: str, stage: int, tp: in
         assert result["losses"] == pytest.approx(reference_losses(6, adamw), rel=1e-5)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_train_batch_size_counts_data_parallel_ranks(pool2: RankPool, folder: str, stage: int) -> None:
+    """Two tensor-parallel ranks are one replica: a global batch of one micro-batch of one."""
+    ds = {"optimizer": ADAMW, "zero_optimization": {"stage": stage}, "train_batch_size": 1}
+    for result in pool2.run(cases.train, folder, ds, tp=2):
+        assert result["losses"] == pytest.approx(reference_losses(6, adamw), rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_optimizer_state_offloaded_to_the_host(pool2: RankPool, folder: str, stage: int) -> None:
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}

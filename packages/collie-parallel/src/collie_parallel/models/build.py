@@ -20,7 +20,7 @@ from collie_parallel import ds_config
 from collie_parallel.device import supports_fp16
 from collie_parallel.models.base import CollieModelForCausalLM, collie_class
 from collie_parallel.tensor_parallel.shard import shard_of
-from collie_parallel.topology import env
+from collie_parallel.topology import ModelParallelUnit, env
 
 if TYPE_CHECKING:
     from collie_parallel.config import CollieConfig
@@ -205,5 +205,8 @@ def _spread_over_data_ranks(unit: nn.Module, config: CollieConfig) -> None:
     import deepspeed
 
     deepspeed.zero.Init(
-        module=unit, data_parallel_group=env.dp_group, config_dict_or_path=ds_config.resolve(config), mpu=None
+        module=unit,
+        data_parallel_group=env.dp_group,
+        config_dict_or_path=ds_config.resolve(config),
+        mpu=ModelParallelUnit(),  # the batch is checked against the data-parallel ranks, not the world
     )
