@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def set_seed(config: CollieConfig) -> None:
     """Seed python, numpy and torch from `config.seed`.
 
-    Tensor-parallel ranks share a stream, since they hold the same activations outside sharded blocks (dropout there
-    must agree); inside sharded blocks `collie_parallel.tensor_parallel.dropout` gives each rank its own. Data-parallel
-    ranks and pipeline stages get streams of their own.
+    Of torch's stream: tensor-parallel ranks share it, since they hold the same activations outside sharded blocks
+    (dropout there must agree); inside sharded blocks `collie_parallel.tensor_parallel.dropout` gives each rank its own.
+    Data-parallel ranks and pipeline stages get streams of their own. Python's and numpy's are the same on every rank.
     """
     env._seed = config.seed
     random.seed(config.seed)

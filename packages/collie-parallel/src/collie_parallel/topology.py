@@ -196,6 +196,8 @@ def setup_distribution(config: CollieConfig) -> None:
             )
         return
 
+    if not dist.is_initialized():
+        _check_address(world_size)
     silence_known_warnings()
     device = device_seam.use_device(local_rank)
     device_seam.disable_compiled_collectives()
@@ -282,6 +284,16 @@ def _first_host(node_list: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
+def _check_address(world_size: int) -> None:
+    """ValueError where the ranks cannot find rank 0."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size > 1 and missing:
+        raise ValueError(
+            f"WORLD_SIZE={world_size} but {' and '.join(missing)} not set. Start the script with torchrun or srun, "
+            "or set the address and port of rank 0."
+        )
+
+
 def _init_process_group(rank: int, world_size: int, device: torch.device) -> None:
     backend = device_seam.collective_backend()
     # Left to the end of the interpreter, the group's threads can outlive what they use and abort the process.
@@ -289,12 +301,6 @@ def _init_process_group(rank: int, world_size: int, device: torch.device) -> Non
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
         return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE={world_size} but {' and '.join(missing)} not set. Start the script with torchrun or srun, "
-            "or set the address and port of rank 0."
-        )
     kwargs = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=_TIMEOUT, **kwargs)  # type: ignore[arg-type]
 
