@@ -6,7 +6,9 @@ megatron-core names CUDA outright in a few places; `adapt_megatron_to_device` ma
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import types
 from typing import Any
 
@@ -72,6 +74,18 @@ def set_rng_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
+
+
+def release_free_memory() -> None:
+    """Give host memory that was freed back to the system.
+
+    glibc keeps blocks of up to 32 MiB for later. Where full weights come and go between parts that stay, what it keeps
+    grows to the size of the whole model.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # another C library has none
+        if trim is not None:
+            trim(0)
 
 
 class _TorchWithoutCuda(types.ModuleType):

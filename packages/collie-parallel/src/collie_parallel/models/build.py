@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from collie_parallel import ds_config
-from collie_parallel.device import supports_fp16
+from collie_parallel.device import release_free_memory, supports_fp16
 from collie_parallel.models.base import CollieModelForCausalLM, collie_class
 from collie_parallel.tensor_parallel.shard import shard_of
 from collie_parallel.topology import ModelParallelUnit, env
@@ -105,8 +105,10 @@ def _fill(
             full = _draw(blueprint, name, config)
             _allocate(unit, done, env.device)
             _copy_parts(full, unit, filled)
+            del full
         if ds_config.zero_stage(config) == 3:
             _spread_over_data_ranks(unit, config)
+        release_free_memory()
 
 
 def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from collie_parallel.device import release_free_memory
 from collie_parallel.tensor_parallel.shard import Shard, shard_of
 from collie_parallel.topology import env, is_main_rank
 from collie_parallel.weights.conversion import Conversion
@@ -188,6 +189,7 @@ def _load_zero3(model: nn.Module, reader: CheckpointReader) -> None:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 if env.dp_rank == 0:
                     reader.read_into(reader._name_with_source(name) or name, parameter)
+            release_free_memory()
 
 
 def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:

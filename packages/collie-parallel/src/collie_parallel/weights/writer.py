@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from collie_parallel.device import release_free_memory
 from collie_parallel.tensor_parallel.shard import shard_of
 from collie_parallel.topology import env, is_main_rank
 from collie_parallel.weights.files import SAFE_INDEX, SAFE_WEIGHTS
@@ -56,6 +57,8 @@ def save_model(
     for tensors in _full_units(model):
         if writer is not None:
             writer.add(revert_weight_conversion(model, tensors))
+        del tensors
+        release_free_memory()
     if writer is not None:
         writer.finish()
         _save_configs(model, folder)
