@@ -62,6 +62,11 @@ def test_every_architecture_under_tensor_parallelism(pool2: RankPool, arch: str,
     check(pool2, Case(arch, tp=2, sequence_parallel=sequence_parallel, accumulation=3, micro=1, clip=0.5, short=1))
 
 
+@pytest.mark.parametrize("arch", ["glm4_moe_lite", "llama4_text", "falcon_h1"])
+def test_unusual_architectures_under_tensor_parallelism(pool2: RankPool, arch: str) -> None:
+    check(pool2, Case(arch, tp=2, accumulation=2, clip=0.5))
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_zero_stage(pool2: RankPool, zero: int) -> None:
     check(pool2, Case("llama", dp=2, zero=zero, accumulation=3, micro=1, clip=0.5, optimizer="adamw", lr=1e-3, short=2))

@@ -82,6 +82,62 @@ _TINY: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] = {
 }
 NAMES = tuple(_TINY)
 
+# Architectures with a feature that none above has; `tiny_config` knows them, parametrised tests go through NAMES alone.
+_TINY |= {
+    # Multi-head latent attention: rotary keys that bypass the split projections, four-dimensional inputs.
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        {
+            "vocab_size": 67,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "mlp_layer_types": ["dense", "sparse"],
+            "pad_token_id": None,
+        },
+    ),
+    # Experts whose output is added to in place.
+    "llama4_text": (
+        transformers.Llama4TextConfig,
+        {
+            "vocab_size": 67,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "pad_token_id": None,
+        },
+    ),
+    # A state-space mixer beside attention, with buffers that only the whole model's initialisation computes.
+    "falcon_h1": (
+        transformers.FalconH1Config,
+        {
+            "vocab_size": 67,
+            "num_key_value_heads": 4,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+            "mamba_expand": 2,
+            "pad_token_id": None,
+        },
+    ),
+}
+
 
 def tiny_config(name: str, **overrides: Any) -> transformers.PretrainedConfig:
     """Configuration of a two-layer model of hidden size 32 with 4 heads (and 4 KV heads, where the class has them).

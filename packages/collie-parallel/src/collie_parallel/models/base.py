@@ -163,7 +163,14 @@ def _forward_split(model: Any, forward: Any, given: dict[str, Any]) -> Any:
     keep = inputs.get("logits_to_keep", 0)
     if isinstance(keep, int) and keep:
         inputs["logits_to_keep"] = torch.arange(max(length - keep, 0), length)  # the last are real positions
-    output = forward(model, **inputs)
+    try:
+        output = forward(model, **inputs)
+    except RuntimeError as error:
+        error.add_note(
+            "The model ran with sequence_parallel=True. Where an architecture looks at the whole sequence outside of "
+            "its attention and MLP blocks, sizes do not match: set sequence_parallel=False for it."
+        )
+        raise
     if isinstance(keep, int) and not keep:
         output.logits = output.logits[:, :length]
     if output.get("hidden_states") is not None:

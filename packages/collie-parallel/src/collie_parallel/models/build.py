@@ -109,6 +109,18 @@ def _fill(
         if ds_config.zero_stage(config) == 3:
             _spread_over_data_ranks(unit, config)
         release_free_memory()
+    _compute_buffers(model)
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Rotary frequencies and the like are in no file and not drawn: the architecture's initialisation computes them."""
+    non_persistent = {
+        id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set
+    }
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in non_persistent:
+            tensor._is_hf_initialized = True  # transformers leaves alone what has this mark
+    model.initialize_weights()
 
 
 def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

@@ -6,29 +6,40 @@ stay on meta and carry their `Shard`, from which the weights are read or made af
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from megatron.core import tensor_parallel as megatron
 from torch import nn
 from transformers import PreTrainedModel
 
 from collie_parallel.tensor_parallel import dropout, sequence
+from collie_parallel.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
+from collie_parallel.tensor_parallel.gradients import sum_gradient_over_ranks, sum_gradient_over_replicas
 from collie_parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from collie_parallel.tensor_parallel.plan import PlanError, check_divisible, check_heads, expand_plan, outermost
+from collie_parallel.tensor_parallel.plan import (
+    ROW_STYLES,
+    PlanError,
+    check_divisible,
+    check_heads,
+    expand_plan,
+    outermost,
+)
+from collie_parallel.tensor_parallel.sequence_plan import split_sequence
 from collie_parallel.tensor_parallel.shard import Shard, mark_shard, shard_of
 from collie_parallel.topology import env
 
-_COLUMN_STYLES = {"colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"}
+logger = logging.getLogger(__name__)
+
 # torch.nn.functional.grouped_mm, transformers' default for experts, wants rows of a multiple of so many bytes.
 _GROUPED_MATMUL_ALIGNMENT = 16
-_ROW_STYLES = {"rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"}
 
 
 @dataclass
@@ -37,7 +48,6 @@ class Context:
 
     model: PreTrainedModel
     plan: dict[str, str]
-    sequence: sequence.SequenceParallel
 
 
 def parallelize(model: PreTrainedModel, sequence_parallel: bool) -> sequence.SequenceParallel:
@@ -55,7 +65,7 @@ def parallelize(model: PreTrainedModel, sequence_parallel: bool) -> sequence.Seq
     """
     plan = expand_plan(model, env.tp_size)
     check_heads(model, plan, env.tp_size)
-    context = Context(model, plan, sequence.SequenceParallel())
+    context = Context(model, plan)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     modules = dict(model.named_modules())
     for name, style in plan.items():
@@ -64,26 +74,30 @@ def parallelize(model: PreTrainedModel, sequence_parallel: bool) -> sequence.Seq
         elif modules[name] is not embedding and modules[name] is not head:
             STYLES[style](context, name, modules[name])
     _split_vocabulary(context, embedding, head)
+    _tell_of_small_share(model)
     dropout.separate_streams(model, _blocks_of_parts(plan, modules))
+    state = sequence.SequenceParallel()
     if sequence_parallel:
-        _apply_sequence_parallel(context)
-    return context.sequence
+        split_sequence(model, plan, state)
+    return state
 
 
-def reduce_gradient_over_tensor_ranks(parameter: nn.Parameter) -> None:
-    """Sum the gradient of a replicated parameter whose ranks each see a part of the work.
-
-    A tensor hook runs before the gradient is accumulated, so before DeepSpeed takes it away.
-    """
-
-    def sum_parts(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.contiguous().clone()
-        torch.distributed.all_reduce(gradient, group=env.tp_group)
-        return gradient
-
-    if not getattr(parameter, "collie_gradient_reduced", False):
-        parameter.collie_gradient_reduced = True  # type: ignore[attr-defined]
-        parameter.collie_gradient_hook = sum_parts  # type: ignore[attr-defined]
+def _tell_of_small_share(model: nn.Module) -> None:
+    """Some plans leave most of a model whole on every rank; whoever splits it to save memory should know."""
+    split = whole = 0
+    for parameter in model.parameters():
+        shard = shard_of(parameter)
+        if shard is None:
+            whole += parameter.numel()
+        else:
+            split += parameter.numel() // shard.local_size * shard.size
+    if split < whole and env.rank == 0:
+        logger.warning(
+            "The tensor plan of %s splits %.0f%% of its parameters; every rank holds the others in full. ZeRO stage 3 "
+            "splits all of them.",
+            type(model).__name__,
+            100 * split / (split + whole),
+        )
 
 
 def _column(blocks: int = 1, gather: bool = False) -> Callable[[Context, str, nn.Module], None]:
@@ -106,7 +120,7 @@ def _column(blocks: int = 1, gather: bool = False) -> Callable[[Context, str, nn
         )
         if shard.replicas > 1:
             for parameter in replacement.parameters(recurse=False):
-                _sum_replica_gradients(parameter, shard)
+                sum_gradient_over_replicas(parameter, shard)
         context.model.set_submodule(name, replacement)
 
     return apply
@@ -131,22 +145,22 @@ def _row(blocks: int = 1, split_input: bool = False) -> Callable[[Context, str, 
 
 def _replicated_with_grad_allreduce(_: Context, __: str, module: nn.Module) -> None:
     for parameter in module.parameters():
-        reduce_gradient_over_tensor_ranks(parameter)
+        sum_gradient_over_ranks(parameter)
 
 
-def _experts(_: Context, __: str, module: nn.Module) -> None:
+def _experts(context: Context, name: str, module: nn.Module) -> None:
     """Every rank runs its part of every expert: the outputs are summed, as are the gradients of what went in."""
 
-    def enter(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            megatron.copy_to_tensor_model_parallel_region(x, group=env.tp_group) if x.is_floating_point() else x
-            for x in args
-        )
+    def share(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return copy_to_ranks(value)
+        return value
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(
-        lambda _, __, output: megatron.reduce_from_tensor_model_parallel_region(output, group=env.tp_group)
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (tuple(map(share, args)), {name: share(value) for name, value in kwargs.items()}),
+        with_kwargs=True,
     )
+    _all_reduce(context, name, module)
 
 
 def _identity_expert(_: Context, __: str, module: nn.Module) -> None:
@@ -155,9 +169,7 @@ def _identity_expert(_: Context, __: str, module: nn.Module) -> None:
 
 
 def _all_reduce(_: Context, __: str, module: nn.Module) -> None:
-    module.register_forward_hook(
-        lambda _, __, output: megatron.reduce_from_tensor_model_parallel_region(output, group=env.tp_group)
-    )
+    module.register_forward_hook(lambda _, __, output: sum_over_ranks(output))
 
 
 def _mla_kv_a(context: Context, _: str, module: nn.Module) -> None:
@@ -166,8 +178,7 @@ def _mla_kv_a(context: Context, _: str, module: nn.Module) -> None:
 
     def sum_rope_gradient(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         latent, rope = output.split([output.shape[-1] - rope_dim, rope_dim], dim=-1)
-        rope = megatron.copy_to_tensor_model_parallel_region(rope.contiguous(), group=env.tp_group)
-        return torch.cat([latent, rope], dim=-1)
+        return torch.cat([latent, copy_to_ranks(rope)], dim=-1)
 
     module.register_forward_hook(sum_rope_gradient)
 
@@ -210,7 +221,7 @@ def _split_parameter(context: Context, name: str, style: str) -> None:
     owner_name, _, parameter_name = name.rpartition(".")
     owner = context.model.get_submodule(owner_name)
     full = getattr(owner, parameter_name)
-    row = style in _ROW_STYLES
+    row = style in ROW_STYLES
     if row and full.ndim == 1:
         return  # a bias added after the sum
     dim = full.ndim - 1 if row or full.ndim == 1 else full.ndim - 2
@@ -222,7 +233,7 @@ def _split_parameter(context: Context, name: str, style: str) -> None:
     local = nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta"), requires_grad=full.requires_grad)
     mark_shard(local, shard, env.tp_rank)
     setattr(owner, parameter_name, local)
-    if shape[-1] * full.element_size() % _GROUPED_MATMUL_ALIGNMENT and style in _ROW_STYLES:
+    if shape[-1] * full.element_size() % _GROUPED_MATMUL_ALIGNMENT and style in ROW_STYLES:
         context.model.set_experts_implementation("eager")
 
 
@@ -293,26 +304,6 @@ def _key_value_shard(context: Context, name: str, linear: nn.Linear) -> Shard | 
     return Shard(dim=0, size=linear.out_features, world=env.tp_size, replicas=env.tp_size // kv_heads)
 
 
-def _sum_replica_gradients(parameter: nn.Parameter, shard: Shard) -> None:
-    """Ranks that hold the same key-value head see different query heads: sum their gradients."""
-
-    def sum_over_replicas(gradient: torch.Tensor) -> torch.Tensor:
-        heads = gradient.new_zeros((shard.world // shard.replicas, *gradient.shape))
-        mine = env.tp_rank // shard.replicas
-        heads[mine] = gradient
-        torch.distributed.all_reduce(heads, group=env.tp_group)
-        return heads[mine]
-
-    parameter.collie_gradient_hook = sum_over_replicas  # type: ignore[attr-defined]
-
-
-def _blocks(plan: dict[str, str], model: nn.Module) -> list[str]:
-    """Names of the modules inside which ranks work on their own parts: they hold the layers that sum at the end."""
-    ends = {name for name, style in plan.items() if style in _ROW_STYLES or style == "moe_tp_experts"}
-    modules = {name for name, _ in model.named_modules()}
-    return outermost(name.rpartition(".")[0] for name in ends if name in modules)
-
-
 def _blocks_of_parts(plan: dict[str, str], modules: dict[str, nn.Module]) -> list[str]:
     """Names of the blocks in which each rank computes other features, not all of them the same ones."""
     return outermost(
@@ -320,69 +311,3 @@ def _blocks_of_parts(plan: dict[str, str], modules: dict[str, nn.Module]) -> lis
         for name, style in plan.items()
         if style in ("rowwise", "packed_rowwise") and name in modules
     )
-
-
-def _apply_sequence_parallel(context: Context) -> None:
-    model, state = context.model, context.sequence
-    if "mla_kv_a_proj" in context.plan.values():
-        raise PlanError(
-            f"{type(model).__name__}: sequence_parallel does not fit multi-head latent attention, whose rotary keys "
-            "bypass the sharded layers. Set sequence_parallel=False."
-        )
-    layers_name, tail_name = _region(model)
-    layers = model.get_submodule(layers_name)
-    blocks = [name for name in _blocks(context.plan, model) if name.startswith(layers_name + ".")]
-    for name in blocks:
-        sums_itself = _sums_itself(context, name)
-        block = model.get_submodule(name)
-        sequence.wrap_block(block, state, sums_itself)
-        if sums_itself:
-            for module in block.modules():
-                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                    module.sequence = state
-                if isinstance(module, RowParallelLinear) and module.bias is not None:
-                    reduce_gradient_over_tensor_ranks(module.bias)  # added to this rank's part of the sequence
-    sequence.enter_region(layers[0], state)
-    sequence.leave_region(model.get_submodule(tail_name), state)
-    between_blocks = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Dropout)
-        and name.startswith(layers_name + ".")
-        and not any(name.startswith(block + ".") for block in blocks)
-    ]
-    dropout.separate_streams(model, between_blocks, active=lambda: state.active)
-    _sum_gradients_of_split_sequence(model, layers_name, tail_name, blocks)
-
-
-def _region(model: PreTrainedModel) -> tuple[str, str]:
-    """Names of the decoder layers and of the last module after them, from the pipeline plan."""
-    plan = list(model._pp_plan or {})
-    base = [name for name in plan if name.startswith(model.base_model_prefix + ".")]
-    layers = [name for name in base if isinstance(model.get_submodule(name), nn.ModuleList)]
-    if len(layers) != 1:
-        raise PlanError(
-            f"{type(model).__name__}: sequence_parallel needs the architecture's pipeline plan to name its decoder "
-            f"layers; it names {base or 'nothing'}. Set sequence_parallel=False."
-        )
-    after = base[base.index(layers[0]) + 1 :]
-    last_layer = f"{layers[0]}.{len(model.get_submodule(layers[0])) - 1}"
-    return layers[0], after[-1] if after else last_layer
-
-
-def _sums_itself(context: Context, block: str) -> bool:
-    """Whether all of a block's parameters belong to split linear layers, so that it can end in a reduce-scatter."""
-    known = _COLUMN_STYLES | _ROW_STYLES | {"replicated_with_grad_allreduce"}
-    for name, _ in context.model.get_submodule(block).named_parameters():
-        owner = f"{block}.{name}".rpartition(".")[0]
-        if context.plan.get(owner) not in known:
-            return False
-    return True
-
-
-def _sum_gradients_of_split_sequence(model: nn.Module, layers_name: str, tail_name: str, blocks: list[str]) -> None:
-    for name, parameter in model.named_parameters():
-        in_region = name.startswith((layers_name + ".", tail_name + "."))
-        in_block = any(name.startswith(block + ".") for block in blocks)
-        if in_region and not in_block and shard_of(parameter) is None:
-            reduce_gradient_over_tensor_ranks(parameter)

@@ -88,7 +88,8 @@ class ColumnParallelLinear(_WithoutExtraState, megatron.ColumnParallelLinear):
         in_sequence_region = self.sequence is not None and self.sequence.active
         self.allreduce_dgrad = env.tp_size > 1 and not in_sequence_region
         self.skip_bias_add = not self.weight.requires_grad  # megatron-core gives its gradient to neither, then
-        output, bias = super().forward(input_)
+        output, bias = super().forward(_as_matrix(input_))
+        output = output.view(*input_.shape[:-1], output.size(-1))
         if bias is not None:
             output = output + bias
         if not self.gathers:
@@ -144,10 +145,13 @@ class RowParallelLinear(_WithoutExtraState, megatron.RowParallelLinear):
         self.explicit_expert_comm = in_sequence_region  # megatron-core's switch for "leave the sum to the caller"
         if not self.input_is_parallel:
             input_ = _in_rank_order(input_, self.shard)
-        output, bias = super().forward(input_)
+        output, bias = super().forward(_as_matrix(input_))
+        output = output.view(*input_.shape[:-1], output.size(-1))
         if in_sequence_region:
             output = reduce_scatter_to_sequence(output)
-        return output if bias is None else output + bias
+        # The sum over the ranks is made in place; some architectures then add to it in place, which autograd forbids on
+        # the output of a custom function.
+        return output.clone() if bias is None else output + bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -222,6 +226,11 @@ class VocabParallelHead(ColumnParallelLinear):
             return logits
         full = megatron.gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
         return full[..., : self.out_features]
+
+
+def _as_matrix(input_: torch.Tensor) -> torch.Tensor:
+    """[..., in] -> [n, in]: megatron-core's backward knows two and three dimensions, some architectures have four."""
+    return input_ if input_.ndim <= 3 else input_.reshape(-1, input_.size(-1))
 
 
 def vocab_shard(vocab_size: int) -> Shard:

@@ -34,6 +34,10 @@ MODULE_STYLES = frozenset(
 PARAMETER_STYLES = frozenset({"colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicate"})
 
 
+COLUMN_STYLES = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"})
+ROW_STYLES = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"})
+
+
 class PlanError(ValueError):
     """A model cannot be split over the asked number of tensor-parallel ranks; the message says why and what to do."""
 

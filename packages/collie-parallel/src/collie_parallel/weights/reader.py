@@ -70,7 +70,7 @@ class CheckpointReader:
             logger.warning("%s: not part of the model, ignored: %s", self._files.folder, ", ".join(self._unexpected))
 
     def load(self, unit_name: str, unit: nn.Module) -> None:
-        """Fill the tensors of `unit`, allocated before, and compute those buffers that no file holds."""
+        """Fill the tensors of `unit`, allocated before; those that no file holds stay as they are."""
         with torch.no_grad():
             for name, target in _named_tensors(unit):
                 if hasattr(target, "ds_id"):
@@ -79,8 +79,6 @@ class CheckpointReader:
                 source_name = self._name_with_source(full_name)
                 if source_name is not None:
                     self.read_into(source_name, target)
-                    target._is_hf_initialized = True  # type: ignore[attr-defined]
-        _compute_missing_buffers(self._model, unit)
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Read this rank's part of one tensor into `target`."""
@@ -220,14 +218,3 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 def _named_tensors(unit: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return _saved_tensors(unit).items()
-
-
-def _compute_missing_buffers(model: PreTrainedModel, unit: nn.Module) -> None:
-    """Buffers such as rotary frequencies are no part of the files; the architecture's initialisation computes them."""
-    from transformers import initialization
-
-    with torch.no_grad(), initialization.guard_torch_init_functions():
-        for module in unit.modules():
-            owner = module.__dict__.get("owner", module)
-            if module._non_persistent_buffers_set:
-                model._init_weights(owner)
