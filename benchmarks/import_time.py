@@ -1,6 +1,6 @@
 """Seconds until `import collie` is done, and until its Trainer is, in fresh interpreters, beside `import torch`.
 
-    python benchmarks/import_time.py [--rounds 5]
+python benchmarks/import_time.py [--rounds 5]
 """
 
 from __future__ import annotations

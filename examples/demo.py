@@ -149,12 +149,14 @@ class ShowLoss(Callback):
 
 
 def show(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A few greedy continuations by the plain transformers model that `folder` holds."""
+    """A few greedy continuations, after `>>>`, by the plain transformers model that `folder` holds."""
     plain = AutoModelForCausalLM.from_pretrained(folder)
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
         tokens = plain.generate(**inputs, max_new_tokens=24, do_sample=False, repetition_penalty=1.3)
-        print("   >", tokenizer.decode(tokens[0], skip_special_tokens=True).replace("\n", " "))
+        new = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        print(f"   {prompt} >>> {' '.join(new.split())}")
+    print(f"   the model is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
 def say(text: str) -> None:

@@ -62,7 +62,7 @@ def test_every_architecture_under_tensor_parallelism(pool2: RankPool, arch: str,
     check(pool2, Case(arch, tp=2, sequence_parallel=sequence_parallel, accumulation=3, micro=1, clip=0.5, short=1))
 
 
-@pytest.mark.parametrize("arch", ["glm4_moe_lite", "llama4_text", "falcon_h1"])
+@pytest.mark.parametrize("arch", ["glm4_moe_lite", "llama4_text", "falcon_h1", "apertus"])
 def test_unusual_architectures_under_tensor_parallelism(pool2: RankPool, arch: str) -> None:
     check(pool2, Case(arch, tp=2, accumulation=2, clip=0.5))
 

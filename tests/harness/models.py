@@ -120,6 +120,8 @@ _TINY |= {
             "pad_token_id": None,
         },
     ),
+    # An activation function with learned parameters.
+    "apertus": (transformers.ApertusConfig, {"vocab_size": 67, "num_key_value_heads": 4, "pad_token_id": None}),
     # A state-space mixer beside attention, with buffers that only the whole model's initialisation computes.
     "falcon_h1": (
         transformers.FalconH1Config,

@@ -37,6 +37,11 @@ class EvaluatorForPerplexity(Evaluator):
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        if hasattr(loss_fn, "generate"):  # a model
+            raise TypeError(
+                f"{type(self).__name__} takes loss_fn and collate_fn first, as documented, and got a "
+                f"{type(loss_fn).__name__}. Name the arguments: model=..., dataset=..., config=..., metrics=...."
+            )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn={loss_fn!r} cannot be called; give a function such as GPTLMLoss().")
         self.loss_fn = GPTLMLoss() if loss_fn is _DEFAULT_LOSS else loss_fn

@@ -205,6 +205,8 @@ class CollieConfig:
             AttributeError: an argument that neither this class nor transformers knows.
             OSError: there is no config at `name_or_path`.
         """
+        if Path(name_or_path).is_absolute() and not Path(name_or_path).is_dir():
+            raise FileNotFoundError(f"There is no folder {str(name_or_path)!r}. Give a model's folder or hub name.")
         fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
         folder = Path(name_or_path, kwargs.get("subfolder") or "")
         saved = config_files.read_fields(folder, skip=fields)

@@ -6,6 +6,7 @@ Source: DeepSpeed documentation, "DeepSpeed Configuration JSON".
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collie_parallel.config import CollieConfig
 
 AUTO = "auto"
+_DEEPSPEED_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
 _SECTIONS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16", "monitor_config")
 _NEVER = 2**31 - 1
 
@@ -106,7 +108,33 @@ def check(config: CollieConfig) -> None:
                 f"config.ds_config[{section!r}] has no type. Give "
                 f"{{'type': {'AdamW' if section == 'optimizer' else 'WarmupLR'!r}, 'params': {{...}}}}."
             )
+    if "optimizer" in settings:
+        _check_optimizer(settings["optimizer"])
     _check_batch(config, settings)
+
+
+def _check_optimizer(section: dict[str, Any]) -> None:
+    """The type is DeepSpeed's or torch.optim's, and torch's own get parameters that they have."""
+    import torch
+
+    kind, params = section["type"], section.get("params") or {}
+    torch_names = [name for name, value in vars(torch.optim).items() if isinstance(value, type)]
+    of_torch = {name.lower(): name for name in torch_names if name not in ("Optimizer",)}
+    if kind.lower() not in _DEEPSPEED_OPTIMIZERS and kind not in torch_names:
+        known = [*_DEEPSPEED_OPTIMIZERS, *of_torch.values()]
+        raise ValueError(
+            f"config.ds_config['optimizer']['type']={kind!r} is neither DeepSpeed's nor in torch.optim."
+            + did_you_mean(kind, known)
+        )
+    if kind.lower() in of_torch and kind.lower() not in ("adagrad",):
+        accepted = {*inspect.signature(getattr(torch.optim, of_torch[kind.lower()])).parameters} - {"params"}
+        accepted |= {"torch_adam", "adam_w_mode", "bias_correction"} if "adam" in kind.lower() else set()
+        for name in params:
+            if name not in accepted:
+                raise ValueError(
+                    f"config.ds_config['optimizer']['params'] has {name!r}, which {kind} does not take."
+                    + did_you_mean(name, accepted)
+                )
 
 
 def _check_batch(config: CollieConfig, settings: dict[str, Any]) -> None:

@@ -41,7 +41,16 @@ class GPTLMLoss(nn.Module):
         self.ignore_index = ignore_index
         self.loss = nn.CrossEntropyLoss(ignore_index=ignore_index)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `loss` is plain cross-entropy still; class weights or label smoothing may have been set on it."""
+        plain = self.loss.weight is None and self.loss.label_smoothing == 0.0 and self.loss.reduction == "mean"
+        return plain and type(self.loss) is nn.CrossEntropyLoss
+
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not self.is_plain:
+            targets = next_token_targets(labels.to(logits.device), self.ignore_index)
+            return self.loss(logits.reshape(-1, logits.size(-1)).float(), targets.reshape(-1))
         total, count = self.sum_and_count(logits, labels)
         return total / count.clamp(min=1)
 
@@ -63,6 +72,12 @@ class GPTLMLoss(nn.Module):
             return total, count
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+        # A target that no rank holds would count as one of probability 1 over the sum, without a word.
+        torch._assert_async(
+            ((targets == self.ignore_index) | ((targets >= 0) & (targets < part.vocab_size))).all(),
+            f"labels must lie in [0, {part.vocab_size}) or be {self.ignore_index}; check that the tokenizer belongs to "
+            "the model",
+        )
         mine = _hide_padding(logits.float().contiguous(), part.vocab_size)
         if mine.data_ptr() == logits.data_ptr():
             mine = mine.clone()  # megatron-core turns what it is given into probabilities, in place
@@ -72,7 +87,7 @@ class GPTLMLoss(nn.Module):
 
 def next_token_targets(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """Labels [b, s] moved one to the left, so that position i holds what its logits predict; the last has no target."""
-    targets = torch.full_like(labels, ignore_index)
+    targets = torch.full_like(labels, ignore_index, dtype=torch.int64)
     targets[:, :-1] = labels[:, 1:]
     return targets
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collie_parallel.topology import env
-from collie_parallel.utils.rng import get_rng_state, set_rng_state
+from collie_parallel.utils.rng import set_rng_state
 from collie_parallel.weights import save_model
 from collie_train import adapters
 
@@ -78,12 +78,12 @@ def save(trainer: Trainer, folder: Path, process_exclusion: bool) -> None:
     trainer.engine.save_state(str(folder / _ENGINE))
     random_folder = folder / _RANDOM
     random_folder.mkdir(exist_ok=True)
-    torch.save(get_rng_state(), random_folder / _rank_file())
+    torch.save(trainer.random_state(), random_folder / _rank_file())
     if env.rank == 0:
         (folder / _CALLBACKS).write_bytes(packed)
     env.barrier()
     if env.rank == 0:
-        content = {"format": _FORMAT, "trainer": trainer.state_dict()}
+        content = {"format": _FORMAT, "trainer": trainer.state_dict(), "batch": _batch_of(trainer)}
         part = folder / (_MARKER + ".part")
         part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         part.replace(folder / _MARKER)
@@ -95,7 +95,8 @@ def load(trainer: Trainer, folder: Path, process_exclusion: bool) -> None:
 
     Raises:
         FileNotFoundError: there is no whole checkpoint.
-        ValueError: written by another version, or in another layout.
+        RuntimeError: an optimizer step is half done.
+        ValueError: written by another version, in another layout, or in an epoch cut into other batches.
     """
     marker = folder / _MARKER
     if not marker.is_file():
@@ -106,6 +107,8 @@ def load(trainer: Trainer, folder: Path, process_exclusion: bool) -> None:
     content = json.loads(marker.read_text(encoding="utf-8"))
     if content.get("format") != _FORMAT:
         raise ValueError(f"{marker} has format {content.get('format')!r}; this release reads {_FORMAT}.")
+    _check_batch(trainer, content)
+    trainer.engine.check_state(str(folder / _ENGINE))  # before the weights change
     if adapters.has_adapters(trainer.model):
         adapters.load_all(trainer, folder)
     else:
@@ -117,6 +120,24 @@ def load(trainer: Trainer, folder: Path, process_exclusion: bool) -> None:
     states = torch.load(folder / _CALLBACKS, weights_only=True, map_location="cpu")
     trainer.callback_manager.on_load_checkpoint(trainer, states)
     env.barrier()
+
+
+def _batch_of(trainer: Trainer) -> dict[str, int]:
+    config = trainer.config
+    return {
+        "train_micro_batch_size": config.train_micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+    }
+
+
+def _check_batch(trainer: Trainer, content: dict[str, Any]) -> None:
+    """Inside an epoch, `batch_idx` counts batches of the size that it was saved with."""
+    saved, ours = content["batch"], _batch_of(trainer)
+    if content["trainer"]["batch_idx"] > 0 and saved != ours:
+        raise ValueError(
+            f"The checkpoint was saved inside an epoch with {saved}; this run has {ours}, so its batches hold other "
+            "samples. Resume with the same values, or from a checkpoint at the end of an epoch."
+        )
 
 
 def _rank_file() -> str:

@@ -102,6 +102,7 @@ class progress:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._last_shown = 0.0
+        self._printed = ""
         self._last_line = time.monotonic()
 
     def __len__(self) -> int:
@@ -197,9 +198,10 @@ class progress:
     def _print_line(self) -> None:
         self._last_line = time.monotonic()
         of = f"/{self.total}" if self.total is not None else ""
-        _shared_screen().console.print(
-            f"{self.desc} {self.completed}{of} {self.post_desc}".rstrip(), markup=False, highlight=False, soft_wrap=True
-        )
+        line = f"{self.desc} {self.completed}{of} {self.post_desc}".rstrip()
+        if line != self._printed:
+            self._printed = line
+            _shared_screen().console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _length(sequence: Iterable[Any]) -> int | None:

@@ -21,6 +21,7 @@ from collie_parallel.data.padder import ColliePadder
 from collie_parallel.engine import setup_engine
 from collie_parallel.losses import GPTLMLoss
 from collie_parallel.topology import env, setup_distribution
+from collie_parallel.utils.rng import get_rng_state
 from collie_train.callbacks.callback import Callback
 from collie_train.callbacks.callback_manager import CallbackManager
 from collie_train.checks import (
@@ -199,6 +200,11 @@ class Trainer(SavingMixin):
     def _mark(self, epoch_idx: int, batch_idx: int, global_batch_idx: int) -> None:
         """The point from which a run that is saved now goes on: always the start of an optimizer step."""
         self._resume_point = {"epoch_idx": epoch_idx, "batch_idx": batch_idx, "global_batch_idx": global_batch_idx}
+        self._resume_random: dict[str, Any] | None = None
+
+    def random_state(self) -> dict[str, Any]:
+        """State of this rank's random generators at the point that `state_dict` names."""
+        return self._resume_random if self._resume_random is not None else get_rng_state()
 
     def state_dict(self) -> dict[str, int]:
         """Where to go on: `epoch_idx`, `batch_idx` in it and `global_batch_idx` of the next batch.
@@ -323,6 +329,7 @@ class Trainer(SavingMixin):
             if self.server is not None:
                 self.server.data_provider_handler()
             self.engine.begin_step(window, self.loss_fn)
+            self._resume_random = get_rng_state()  # of use while the step is unfinished; _mark forgets it
             for position, batch in enumerate(window, start=1):
                 yield batch, position == len(window)
 

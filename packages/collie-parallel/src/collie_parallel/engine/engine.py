@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from collie_parallel.config import CollieConfig
 
 
+logger = logging.getLogger(__name__)
+
+
 class Engine:
     """What the Trainer and the evaluators call. Made by `setup_engine`; unknown attributes are DeepSpeed's.
 
@@ -38,6 +42,7 @@ class Engine:
         self.config = config
         self.step_loss = 0.0
         self._window: Window | None = None
+        self._warned_of_idle_step = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "deepspeed":  # not set yet: a half-made object, as while unpickling
@@ -85,11 +90,10 @@ class Engine:
             KeyError: a batch has no labels for the language-modelling loss.
             RuntimeError: the step before is not finished.
         """
-        if self._window is not None and 0 < self._window.position < self._window.length:
-            raise RuntimeError(
-                f"begin_step was called after {self._window.position} of {self._window.length} micro-batches. A "
-                "train_fn must call engine.backward and engine.step once for every batch it is given."
-            )
+        self._refuse_half_done_step("begin_step")
+        if self._window is not None and not self._warned_of_idle_step:
+            self._warned_of_idle_step = True
+            logger.warning("A train_fn left out engine.step() for a batch: the optimizer did not step.")
         self._window = open_window(batches, loss_fn)
 
     def train_batch(self, batch: Mapping[str, Any], loss_fn: Any) -> float:
@@ -120,6 +124,12 @@ class Engine:
         if self._window is None:
             self.deepspeed.backward(loss)
             return
+        if self._window.has_gradient:
+            raise RuntimeError(
+                "engine.backward was called twice for one batch, which ZeRO would not add up. Add the losses and call "
+                "it once, or call engine.step() in between."
+            )
+        self._window.has_gradient = True
         self.deepspeed.set_gradient_accumulation_boundary(self._window.is_last)
         self._window.loss_sum += float(loss.detach()) * (self._window.total / self._window.length)
         self.deepspeed.backward(loss / self._window.length, scale_wrt_gas=False)
@@ -130,7 +140,7 @@ class Engine:
         window = self._window
         if window is None:
             return
-        window.position += 1
+        window.position, window.has_gradient = window.position + 1, False
         if window.position == window.length:
             self.step_loss = window.loss_sum / window.total
             self._window = None
@@ -177,9 +187,16 @@ class Engine:
 
         Raises:
             FileNotFoundError: nothing was saved there for this rank.
-            ValueError: saved in another layout.
+            RuntimeError: an optimizer step is half done.
+            ValueError: saved in another layout, precision or by another optimizer.
         """
+        self._refuse_half_done_step("load_state")
         state.load(self.deepspeed, path)
+
+    def check_state(self, path: str) -> None:
+        """Raise what `load_state` would raise, without changing anything."""
+        self._refuse_half_done_step("load_state")
+        state.check(self.deepspeed, path)
 
     def load_weights(self, path: str, process_exclusion: bool = False) -> None:
         """Read Hugging Face weights into the model, and into the optimizer's master copies. Collective."""
@@ -187,6 +204,14 @@ class Engine:
 
         load_model(self.module, path, self.config, process_exclusion)
         state.refresh_master_weights(self.deepspeed)
+
+    def _refuse_half_done_step(self, name: str) -> None:
+        if self._window is not None and 0 < self._window.position < self._window.length:
+            raise RuntimeError(
+                f"{name} was called after {self._window.position} of {self._window.length} micro-batches of an "
+                "optimizer step. A train_fn must call engine.backward and engine.step once for every batch it is "
+                "given; after a run that was interrupted inside a step, make a new Trainer."
+            )
 
     def _summed_loss(self, batch: Mapping[str, Any], loss_fn: Any) -> torch.Tensor:
         """Summed token losses for the language-modelling loss; the plain value of any other."""
@@ -196,11 +221,15 @@ class Engine:
             signature = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
             return auto_param_call(loss_fn, values, signature_fn=signature)
         head = getattr(self.module, "vocab_head", None)
-        if head is None:
-            return loss_fn.sum_and_count(self(**batch).logits, batch["labels"])[0]
-        with self.module.vocab_parallel_logits():
-            logits = self(**batch).logits
-        return loss_fn.sum_and_count(logits, batch["labels"], VocabPart(head.out_features))[0]
+        with self.module.vocab_parallel_logits() if head is not None else nullcontext():
+            outputs = self(**batch)
+        if torch.is_grad_enabled() and getattr(outputs, "aux_loss", None) is not None:
+            raise ValueError(
+                "model_config.output_router_logits=True asks for the router's auxiliary loss, which GPTLMLoss does not "
+                "have. Give a loss_fn(logits, labels, aux_loss) that adds it, or set output_router_logits=False."
+            )
+        part = VocabPart(head.out_features) if head is not None else None
+        return loss_fn.sum_and_count(outputs.logits, batch["labels"], part)[0]
 
     def _with_defaults(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Training and scoring need no key-value cache."""

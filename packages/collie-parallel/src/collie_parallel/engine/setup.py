@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,14 @@ from transformers import PreTrainedModel
 from collie_parallel import ds_config
 from collie_parallel.device import supports_fp16
 from collie_parallel.models.base import CollieModelForCausalLM
-from collie_parallel.topology import ModelParallelUnit, setup_distribution
+from collie_parallel.topology import ModelParallelUnit, is_main_rank, setup_distribution
 
 if TYPE_CHECKING:
     from collie_parallel.config import CollieConfig
     from collie_parallel.engine.engine import Engine
+
+
+logger = logging.getLogger(__name__)
 
 
 def setup_engine(
@@ -48,6 +52,7 @@ def setup_engine(
         raise ValueError("ds_config enables fp16, which this device cannot train in. Use bf16 or neither.")
     has_optimizer = optimizer is not None or "optimizer" in settings
     _set_activation_checkpointing(config, model, has_optimizer)
+    _check_optimizer(model, settings, optimizer, lr_scheduler)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if has_optimizer and not parameters:
         raise ValueError("The model has no trainable parameter. Set requires_grad on what should be trained.")
@@ -70,6 +75,27 @@ def setup_engine(
         _keep_gradient_norm(engine)
     _undo_first_step(engine.optimizer)
     return Engine(engine, config)
+
+
+def _check_optimizer(model: nn.Module, settings: dict[str, Any], optimizer: Any, lr_scheduler: Any) -> None:
+    """An optimizer object must hold parameters of the model, and a scheduler object be one of that optimizer."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(p) for p in model.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "The optimizer holds none of the model's parameters, so nothing would be trained. Make it from this "
+                "model: optimizer=torch.optim.AdamW(model.parameters(), lr=...)."
+            )
+    if optimizer is not None and "optimizer" in settings and is_main_rank():
+        logger.warning(
+            "Both an optimizer and ds_config['optimizer'] were given; the former is used. Take the latter out."
+        )
+    bound = getattr(lr_scheduler, "optimizer", None)
+    if isinstance(bound, torch.optim.Optimizer) and not callable(optimizer) and bound is not optimizer:
+        raise ValueError(
+            "The lr_scheduler steps another optimizer than the one that is used. Give lr_scheduler=lambda optimizer: "
+            f"{type(lr_scheduler).__name__}(optimizer, ...) instead, or pass its optimizer too."
+        )
 
 
 def check_model(config: CollieConfig, model: nn.Module) -> None:
@@ -128,6 +154,6 @@ def _set_activation_checkpointing(config: CollieConfig, model: nn.Module, traini
     if not (training and config.checkpointing and isinstance(base, PreTrainedModel)):
         return
     if base.supports_gradient_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.activation_checkpointing_enable({"use_reentrant": False})
         if not all(p.requires_grad for p in base.get_input_embeddings().parameters()):
             base.enable_input_require_grads()

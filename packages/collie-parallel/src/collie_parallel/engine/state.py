@@ -5,6 +5,7 @@ Read with `weights_only`: nothing but tensors, plain values and DeepSpeed's own 
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from collie_parallel.topology import env
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+_LAYOUT = "layout.json"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -24,8 +26,9 @@ def save(engine: DeepSpeedEngine, path: str) -> None:
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     scheduler = engine.lr_scheduler
+    if env.rank == 0:
+        (folder / _LAYOUT).write_text(json.dumps(_layout(engine), indent=2) + "\n")
     content = {
-        "layout": _layout(engine),
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         "optimizer": engine.optimizer.state_dict() if engine.optimizer is not None else None,
         "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
@@ -37,18 +40,26 @@ def save(engine: DeepSpeedEngine, path: str) -> None:
     env.barrier()
 
 
-def load(engine: DeepSpeedEngine, path: str) -> None:
-    """Read what `save` wrote."""
-    file = _file(Path(path))
+def check(engine: DeepSpeedEngine, path: str) -> None:
+    """Compare what `save` wrote with this run, without reading the state itself."""
+    file, layout = _file(Path(path)), Path(path, _LAYOUT)
+    if not layout.is_file():
+        raise FileNotFoundError(f"{layout} is not there: no engine state was saved in {path}.")
+    saved, ours = json.loads(layout.read_text()), _layout(engine)
+    if saved != ours:
+        raise ValueError(
+            f"{path} was saved in the layout {saved}, this run has {ours}. Resume with the same sizes, ZeRO stage, "
+            "precision and optimizer, or load only the model."
+        )
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there: no state was saved for rank {env.rank} in {path}.")
+
+
+def load(engine: DeepSpeedEngine, path: str) -> None:
+    """Read what `save` wrote."""
+    check(engine, path)
     with torch.serialization.safe_globals(_allowed_classes()):
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    if content["layout"] != _layout(engine):
-        raise ValueError(
-            f"{path} was saved in the layout {content['layout']}, this run has {_layout(engine)}. Resume with the same "
-            "sizes and ZeRO stage, or load only the model."
-        )
+        content = torch.load(_file(Path(path)), map_location="cpu", weights_only=True)
     for name, value in content["counters"].items():
         setattr(engine, name, value)
     if engine.optimizer is not None and content["optimizer"] is not None:
@@ -80,12 +91,15 @@ def _file(folder: Path) -> Path:
     return folder / f"rank_{env.rank:05}.pt"
 
 
-def _layout(engine: DeepSpeedEngine) -> dict[str, int]:
+def _layout(engine: DeepSpeedEngine) -> dict[str, int | str]:
+    optimizer = engine.basic_optimizer if engine.optimizer is not None else None
     return {
         "tp_size": env.tp_size,
         "pp_size": env.pp_size,
         "dp_size": env.dp_size,
         "zero_stage": int(engine.zero_optimization_stage()),
+        "dtype": str(engine.get_data_types()[0]),
+        "optimizer": type(optimizer).__name__,
     }
 
 

@@ -19,7 +19,7 @@ from collie_parallel.topology import env
 
 def is_token_exact(loss_fn: Any) -> bool:
     """Whether `loss_fn` is the language-modelling loss itself, whose sum and count the engine can use."""
-    return isinstance(loss_fn, GPTLMLoss) and type(loss_fn).forward is GPTLMLoss.forward
+    return isinstance(loss_fn, GPTLMLoss) and type(loss_fn).forward is GPTLMLoss.forward and loss_fn.is_plain
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Window:
     targets: list[int] | None
     position: int = 0
     loss_sum: float = field(default=0.0)
+    has_gradient: bool = field(default=False)  # of the current micro-batch
 
     @property
     def is_last(self) -> bool:

@@ -64,7 +64,7 @@ class CollieModelForCausalLM:
         if config is None:
             config = CollieConfig.from_pretrained(model_path_or_name)
         folder = resolve_folder(model_path_or_name, revision=kwargs.pop("revision", None))
-        cls._check_model_type(config.model_config)
+        cls._check(config, kwargs)
         setup_distribution(config)
         return build_model(cls, config, folder=folder, **kwargs)
 
@@ -81,12 +81,24 @@ class CollieModelForCausalLM:
         """
         from collie_parallel.models.build import build_model
 
-        cls._check_model_type(config.model_config)
+        cls._check(config, kwargs)
         setup_distribution(config)
         return build_model(cls, config, folder=None, **kwargs)
 
     @classmethod
-    def _check_model_type(cls, model_config: PreTrainedConfig) -> None:
+    def _check(cls, config: CollieConfig, kwargs: dict[str, Any]) -> None:
+        """What can be refused before anything starts."""
+        if unknown := sorted(kwargs.keys() - {"dtype", "attn_implementation"}):
+            raise TypeError(
+                f"{cls.__name__} does not take {', '.join(unknown)}; there are dtype and attn_implementation. Layout "
+                "and training settings belong to CollieConfig, attributes of the model to config.model_config."
+            )
+        if config.pp_size > 1:
+            raise ValueError(
+                f"config.pp_size={config.pp_size}: this release has no pipeline stages. Use pp_size=1 with tp_size and "
+                "ZeRO."
+            )
+        model_config: PreTrainedConfig = config.model_config
         if not model_config.model_type:
             raise ValueError(
                 "config.model_config names no architecture. Use CollieConfig.from_pretrained(path), or set "

@@ -35,10 +35,6 @@ def build_model(
     attn_implementation: str | None = None,
 ) -> Any:
     """Build this rank's part of the model and fill it from `folder`, or with random weights where that is None."""
-    if env.pp_size > 1:
-        raise ValueError(
-            f"config.pp_size={env.pp_size}: this release has no pipeline stages. Use pp_size=1 with tp_size and ZeRO."
-        )
     dtype = dtype or ds_config.precision(config)
     if dtype is torch.float16 and not supports_fp16():
         raise ValueError("ds_config enables fp16, which this device cannot train in. Use bf16 or neither.")

@@ -74,12 +74,23 @@ def parallelize(model: PreTrainedModel, sequence_parallel: bool) -> sequence.Seq
         elif modules[name] is not embedding and modules[name] is not head:
             STYLES[style](context, name, modules[name])
     _split_vocabulary(context, embedding, head)
+    _sum_gradients_of_activations(context)
     _tell_of_small_share(model)
     dropout.separate_streams(model, _blocks_of_parts(plan, modules))
     state = sequence.SequenceParallel()
     if sequence_parallel:
         split_sequence(model, plan, state)
     return state
+
+
+def _sum_gradients_of_activations(context: Context) -> None:
+    """An activation function with learned parameters sees only this rank's features, and no plan names it."""
+    modules = dict(context.model.named_modules())
+    for block in _blocks_of_parts(context.plan, modules):
+        for module in modules[block].modules():
+            if type(module).__module__ == "transformers.activations":
+                for parameter in module.parameters():
+                    sum_gradient_over_ranks(parameter)
 
 
 def _tell_of_small_share(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ that; `collie_parallel.weights.conversion` follows it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -161,7 +162,9 @@ def load_model(
         FileNotFoundError: no weight files there.
         ValueError: missing weights or wrong shapes, all listed; nothing is changed then.
     """
-    reader = CheckpointReader(resolve_folder(path), model)
+    folder = resolve_folder(path)
+    _check_model_type(folder, model)
+    reader = CheckpointReader(folder, model)
     reader.check(allow_missing=not strict)
     turns = env.world_size if process_exclusion else 1
     for turn in range(turns):
@@ -173,6 +176,17 @@ def load_model(
         env.barrier()
     _load_zero3(model, reader)
     reader.close()
+
+
+def _check_model_type(folder: Path, model: PreTrainedModel) -> None:
+    """Another architecture's weights can have all the names that are looked for, and more."""
+    file, ours = folder / "config.json", getattr(model.config, "model_type", None)
+    saved = json.loads(file.read_text(encoding="utf-8")).get("model_type") if file.is_file() else None
+    if saved and ours and saved != ours:
+        raise ValueError(
+            f"{file} says model_type {saved!r}, but the model is a {ours!r}. Give the folder of a model of the same "
+            "architecture."
+        )
 
 
 def _load_zero3(model: nn.Module, reader: CheckpointReader) -> None:
