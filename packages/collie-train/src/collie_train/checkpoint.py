@@ -78,7 +78,7 @@ def save(trainer: Trainer, folder: Path, process_exclusion: bool) -> None:
     trainer.engine.save_state(str(folder / _ENGINE))
     random_folder = folder / _RANDOM
     random_folder.mkdir(exist_ok=True)
-    torch.save(trainer.random_state(), random_folder / _rank_file())
+    torch.save(trainer._random_state(), random_folder / _rank_file())
     if env.rank == 0:
         (folder / _CALLBACKS).write_bytes(packed)
     env.barrier()

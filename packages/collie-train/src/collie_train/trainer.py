@@ -202,7 +202,7 @@ class Trainer(SavingMixin):
         self._resume_point = {"epoch_idx": epoch_idx, "batch_idx": batch_idx, "global_batch_idx": global_batch_idx}
         self._resume_random: dict[str, Any] | None = None
 
-    def random_state(self) -> dict[str, Any]:
+    def _random_state(self) -> dict[str, Any]:
         """State of this rank's random generators at the point that `state_dict` names."""
         return self._resume_random if self._resume_random is not None else get_rng_state()
 
