@@ -15,6 +15,7 @@ from collie_parallel.data.batch import Batch
 from collie_parallel.data.padder import ColliePadder
 from collie_parallel.losses import GPTLMLoss
 from tests.eval.fakes import FakeEngine
+from tests.harness.models import tiny_model
 
 
 class Sum(BaseMetric):
@@ -186,6 +187,13 @@ def test_perplexity_evaluator_weights_by_tokens():
     evaluator.engine = FakeEngine()
     batches = [{"x": torch.tensor([1.0, 2.0, 3.0]), "labels": 0}, {"x": torch.tensor([4.0]), "labels": 0}]
     assert evaluator.eval(batches)["ppl"] == pytest.approx(math.exp(10 / 4))
+
+
+def test_a_model_in_the_place_of_the_loss_is_named():
+    """The documented order begins with loss_fn, so the call that comes to mind first is wrong."""
+    with pytest.raises(TypeError, match=r"LlamaForCausalLM.*model=\.\.\., dataset=\.\.\.") as caught:
+        EvaluatorForPerplexity(tiny_model("llama"), [{"input_ids": [1, 2]}])
+    assert "loss_fn" in str(caught.value)
 
 
 def test_perplexity_evaluator_has_its_own_defaults_and_needs_labels():

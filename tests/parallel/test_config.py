@@ -460,6 +460,12 @@ def test_no_config_there(tmp_path):
         CollieConfig.from_pretrained(str(tmp_path / "absent"), local_files_only=True)
 
 
+def test_a_path_that_is_no_folder_is_not_asked_for_at_the_hub(monkeypatch):
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(FileNotFoundError, match=r"There is no folder '/nope/model'"):
+        CollieConfig.from_pretrained("/nope/model")
+
+
 def test_unknown_field_in_the_file(tmp_path):
     (tmp_path / "collie_config.json").write_text('{"tp_sise": 2}')
     with pytest.raises(ValueError, match=r"'tp_sise'.*Did you mean 'tp_size'"):

@@ -356,6 +356,38 @@ def test_auto_that_nothing_answers(settings, path):
         resolve(settings, model_config=PretrainedConfig())
 
 
+# --- the optimizer's type and parameters
+
+
+def check_optimizer(kind: str, **params: Any) -> None:
+    ds_config.check(CollieConfig(ds_config={"optimizer": {"type": kind, "params": params}}))
+
+
+@pytest.mark.parametrize(("kind", "nearest"), [("Adamm", "adam"), ("AdamWW", "adamw"), ("SDG", "sgd")])
+def test_an_optimizer_of_no_library_is_refused_and_the_nearest_named(kind, nearest):
+    with pytest.raises(ValueError, match=rf"'type'\]='{kind}'.*Did you mean ") as caught:
+        check_optimizer(kind, lr=0.1)
+    assert nearest in str(caught.value).partition("Did you mean")[2].lower()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "RMSprop"])
+def test_a_parameter_that_the_optimizer_lacks_is_refused_with_those_it_has(kind):
+    with pytest.raises(ValueError, match=rf"'learning_rate', which {kind} does not take.* takes .*\blr\b") as caught:
+        check_optimizer(kind, learning_rate=0.1)
+    assert "params," not in str(caught.value)
+    with pytest.raises(ValueError, match="Did you mean 'weight_decay'"):
+        check_optimizer(kind, weigth_decay=0.1)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "adamw", "Adam", "Lamb", "Lion", "Adagrad", "RMSprop"])
+def test_optimizers_of_deepspeed_and_torch_pass(kind):
+    check_optimizer(kind, lr=0.1, weight_decay=0.01)
+
+
+def test_deepspeeds_own_parameters_of_adam_pass():
+    check_optimizer("AdamW", lr=0.1, betas=[0.9, 0.99], eps=1e-6, torch_adam=True, adam_w_mode=True)
+
+
 # --- nothing is compiled on a CPU device
 
 

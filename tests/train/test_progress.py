@@ -45,6 +45,16 @@ def test_few_lines_by_default(screen):
     assert output.getvalue() == "x 1000/1000\n"
 
 
+def test_no_line_comes_twice_in_a_row(screen, monkeypatch):
+    output = screen(terminal=False)
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN_LINES", 0.0)
+    bar = progress(range(2), desc="x")
+    for _ in bar:
+        bar.update(advance=0)
+        bar.update(advance=0)
+    assert output.getvalue().splitlines() == ["x 0/2", "x 1/2", "x 2/2"]
+
+
 def test_nested_bars_on_a_terminal(screen):
     output = screen(terminal=True)
     for _ in progress(range(2), "Outer"):

@@ -133,7 +133,7 @@ def _check_optimizer(section: dict[str, Any]) -> None:
             if name not in accepted:
                 raise ValueError(
                     f"config.ds_config['optimizer']['params'] has {name!r}, which {kind} does not take."
-                    + did_you_mean(name, accepted)
+                    f"{did_you_mean(name, accepted)} It takes {', '.join(sorted(accepted))}."
                 )
 
 
