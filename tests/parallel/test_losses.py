@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from collie_parallel.losses import GPTLMLoss, count_targets, next_token_targets
 from tests.harness.pool import RankPool
@@ -60,6 +62,54 @@ def test_another_ignore_index() -> None:
     labels = torch.tensor([[1, 0, 2, 0]])
     expected = -logits.log_softmax(-1)[0, 1, 2]
     torch.testing.assert_close(GPTLMLoss(ignore_index=0)(logits, labels), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_labels_of_fewer_bits(dtype: torch.dtype) -> None:
+    logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    labels[0, 2] = -100
+    torch.testing.assert_close(GPTLMLoss()(logits, labels.to(dtype)), plain_loss(logits, labels))
+    assert next_token_targets(labels.to(dtype)).dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "settings_of_the_loss",
+    [
+        {"label_smoothing": 0.2},
+        {"weight": torch.linspace(0.1, 2.0, 11)},
+        {"weight": torch.linspace(0.1, 2.0, 11), "label_smoothing": 0.1},
+        {"reduction": "sum"},
+        {"ignore_index": 3},
+    ],
+    ids=["smoothing", "weight", "both", "sum", "ignore_index"],
+)
+@pytest.mark.parametrize("by", ["object", "attribute"])
+def test_what_is_set_on_the_loss_counts(settings_of_the_loss: dict[str, Any], by: str) -> None:
+    logits, labels = torch.randn(3, 7, 11), torch.randint(0, 11, (3, 7))
+    if "ignore_index" not in settings_of_the_loss:
+        labels[0, :4] = -100
+    loss_fn, plain = GPTLMLoss(), nn.CrossEntropyLoss(**settings_of_the_loss)
+    if by == "object":
+        loss_fn.loss = plain
+    else:
+        for name, value in settings_of_the_loss.items():
+            setattr(loss_fn.loss, name, value)
+    expected = plain(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(loss_fn(logits, labels), expected)
+
+
+def test_another_module_as_the_loss() -> None:
+    """One without the attributes of CrossEntropyLoss."""
+
+    class Margin(nn.Module):
+        def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return F.multi_margin_loss(logits, targets)
+
+    logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    loss_fn = GPTLMLoss()
+    loss_fn.loss = Margin()
+    expected = F.multi_margin_loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(loss_fn(logits, labels), expected)
 
 
 def test_documented_representation() -> None:

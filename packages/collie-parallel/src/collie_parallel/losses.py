@@ -44,13 +44,18 @@ class GPTLMLoss(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether `loss` is plain cross-entropy still; class weights or label smoothing may have been set on it."""
-        plain = self.loss.weight is None and self.loss.label_smoothing == 0.0 and self.loss.reduction == "mean"
-        return plain and type(self.loss) is nn.CrossEntropyLoss
+        return (
+            type(self.loss) is nn.CrossEntropyLoss
+            and self.loss.weight is None
+            and self.loss.label_smoothing == 0.0
+            and self.loss.reduction == "mean"
+            and self.loss.ignore_index == self.ignore_index
+        )
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if not self.is_plain:
-            targets = next_token_targets(labels.to(logits.device), self.ignore_index)
-            return self.loss(logits.reshape(-1, logits.size(-1)).float(), targets.reshape(-1))
+            targets = labels[:, 1:].to(logits.device, torch.int64)
+            return self.loss(logits[:, :-1].reshape(-1, logits.size(-1)).float(), targets.reshape(-1))
         total, count = self.sum_and_count(logits, labels)
         return total / count.clamp(min=1)
 

@@ -105,11 +105,9 @@ class Engine:
         Returns:
             The mean loss over this micro-batch's targets on all data-parallel ranks; 0 where there are none.
         """
-        if self._window is None:
-            self.begin_step([batch], loss_fn)
-        window = self._window
-        assert window is not None
+        window = self._window if self._window is not None else open_window([batch], loss_fn)
         total = self._summed_loss(batch, loss_fn)
+        self._window = window  # only now: a batch that is refused leaves nothing behind
         self.deepspeed.set_gradient_accumulation_boundary(window.is_last)
         scale = env.dp_size if window.targets is not None else 1  # DeepSpeed averages gradients over these ranks
         self.deepspeed.backward(total * (scale / window.total), scale_wrt_gas=False)
