@@ -122,6 +122,20 @@ _TINY |= {
     ),
     # An activation function with learned parameters.
     "apertus": (transformers.ApertusConfig, {"vocab_size": 67, "num_key_value_heads": 4, "pad_token_id": None}),
+    # A plan that leaves attention and experts whole.
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {
+            "vocab_size": 67,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "pad_token_id": None,
+        },
+    ),
     # A state-space mixer beside attention, with buffers that only the whole model's initialisation computes.
     "falcon_h1": (
         transformers.FalconH1Config,

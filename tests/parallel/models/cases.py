@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -96,6 +97,23 @@ def plan_error(layout: Layout, model_config: transformers.PretrainedConfig, chan
     finally:
         del hf_class._from_config
     return ""
+
+
+def warnings_of(layout: Layout, model_config: transformers.PretrainedConfig) -> list[str]:
+    """What building a model warns of on this rank."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("collie_parallel"), Keep(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        CollieModelForCausalLM.from_config(layout.config(model_config))
+    finally:
+        logger.removeHandler(handler)
+    return messages
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import nn
 from collie_parallel.tensor_parallel.plan import PlanError, check_divisible, expand_plan, outermost
 from tests.harness.models import NAMES, tiny_config
 from tests.harness.pool import RankPool
-from tests.parallel.models.cases import Layout, parameter_shapes, plan_error
+from tests.parallel.models.cases import Layout, parameter_shapes, plan_error, warnings_of
 
-TP2, TP4 = Layout(tp=2), Layout(tp=4)
+TP2, TP4, SP2 = Layout(tp=2), Layout(tp=4), Layout(tp=2, sequence_parallel=True)
 _ROW = {"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"}
 _COLUMN = {"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"}
 
@@ -120,6 +120,24 @@ REFUSED: dict[str, tuple[Layout, Any, dict[str, str] | None, list[str]]] = {
         None,
         ["Qwen3MoeForCausalLM", "mlp.experts.", "=60", "2 blocks of 30", "tp_size=4", "[1, 2, 3, 5, 6, 10, 15, 30]"],
     ),
+    "sequence: attention that the plan leaves whole": (
+        SP2,
+        tiny_config("gpt_oss"),
+        None,
+        ["GptOssForCausalLM", "sequence_parallel", "model.layers.0.self_attn", "Set sequence_parallel=False"],
+    ),
+    "sequence: no pipeline plan": (
+        SP2,
+        tiny_config("falcon_h1"),
+        None,
+        ["FalconH1ForCausalLM", "sequence_parallel", "pipeline plan", "nothing", "Set sequence_parallel=False"],
+    ),
+    "sequence: multi-head latent attention": (
+        SP2,
+        tiny_config("glm4_moe_lite"),
+        None,
+        ["Glm4MoeLiteForCausalLM", "sequence_parallel", "latent attention", "Set sequence_parallel=False"],
+    ),
 }
 
 
@@ -169,3 +187,20 @@ def test_the_remedy_names_the_sizes_that_fit() -> None:
 
 def test_outermost_names() -> None:
     assert outermost(["a.b", "a.bc", "a.b.c", "d.e.f", "d.e", "a.b"]) == ["a.b", "a.bc", "d.e"]
+
+
+def test_a_plan_that_splits_little_is_told_once(pool2: RankPool) -> None:
+    """GPT-OSS's plan splits the embedding alone; Llama's everything."""
+    for rank, (small, llama) in enumerate(
+        zip(
+            pool2.run(warnings_of, TP2, tiny_config("gpt_oss")),
+            pool2.run(warnings_of, TP2, tiny_config("llama")),
+            strict=True,
+        )
+    ):
+        assert llama == []
+        assert len(small) == (1 if rank == 0 else 0)
+        for message in small:
+            share = re.search(r"GptOssForCausalLM splits (\d+)% of its parameters", message)
+            assert share is not None and 0 < int(share[1]) < 50
+            assert "ZeRO stage 3" in message

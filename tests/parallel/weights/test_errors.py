@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,29 @@ def test_a_training_state_is_no_file_of_weights(pool2: RankPool, llama: Path, tm
     (tmp_path / "broken").mkdir()
     torch.save({"model": {"lm_head.weight": torch.zeros(67, 32)}, "step": 3}, tmp_path / "broken/pytorch_model.bin")
     assert "no dict of names and tensors" in refused(pool2, LAYOUTS[0], llama, tmp_path / "broken")
+
+
+@both_layouts
+def test_a_model_of_another_architecture(pool2: RankPool, llama: Path, tmp_path: Path, layout: Layout) -> None:
+    """Names and shapes of Mistral's weights are those of Llama's, so nothing else would tell."""
+    other = tmp_path / "mistral"
+    save_tiny("llama", other, seed=1)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
+    for result in pool2.run(load_broken, layout, str(llama), str(other)):
+        assert result["changed"] == []
+        assert result["message"].startswith("ValueError")
+        for word in ("config.json", "'mistral'", "'llama'"):
+            assert word in result["message"]
+
+
+def test_weights_without_a_config_are_taken_as_they_are(pool2: RankPool, llama: Path, tmp_path: Path) -> None:
+    other = save_tiny("llama", tmp_path / "other", seed=1)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(other / "model.safetensors", bare)
+    for result in pool2.run(load_broken, LAYOUTS[0], str(llama), str(bare)):
+        assert result["message"] == "" and len(result["changed"]) == len(load_file(bare / "model.safetensors"))
 
 
 def test_weights_of_no_use_are_named_and_ignored(pool2: RankPool, llama: Path, tmp_path: Path) -> None:
