@@ -12,6 +12,7 @@ import transformers
 
 from tests.harness.batches import Sample, collate, ragged_batch
 from tests.harness.models import tiny_model
+from tests.harness.records import Records
 from tests.harness.reference import make_optimizer
 
 ARCH = "llama"
@@ -36,6 +37,7 @@ class Run:
     epochs: int = 2
     optimizer: str = "sgd"
     eval_per_n_steps: int = 0
+    bf16: bool = False
 
 
 def train_samples(run: Run) -> list[Sample]:
@@ -56,6 +58,8 @@ def make_trainer(run: Run, folder: str, **kwargs: Any) -> Any:
     config.train_micro_batch_size, config.gradient_accumulation_steps = run.micro, run.accumulation
     config.eval_batch_size, config.train_epochs, config.eval_per_n_steps = 2, run.epochs, run.eval_per_n_steps
     config.ds_config = {"zero_optimization": {"stage": run.zero}, "gradient_clipping": 1.0}
+    if run.bf16:
+        config.ds_config["bf16"] = {"enabled": True}
     if run.collie:
         model: Any = CollieModelForCausalLM.from_pretrained(folder, config, attn_implementation="eager")
     else:
@@ -134,6 +138,83 @@ def resume(run: Run, at: int, folder: str) -> tuple[dict[str, torch.Tensor], dic
         trainer.save_model(f"{folder}/{name}")
         weights.append(read_back(f"{folder}/{name}") if env.rank == 0 else {})
     return weights[0], weights[1], state
+
+
+def losses_around_a_checkpoint(run: Run, at: int, folder: str) -> tuple[dict[int, float], dict[int, float], int]:
+    """Loss of each batch, by its number: of a run that saves after batch `at` and goes on, and of one that resumes.
+
+    And the random number that comes after the resumed run.
+    """
+    from collie import Callback
+
+    class Watch(Callback):
+        def __init__(self, saves):
+            self.losses: dict[int, float] = {}
+            self.saves = saves
+
+        def on_train_batch_end(self, trainer, loss):
+            self.losses[trainer.global_batch_idx] = loss
+            if self.saves and trainer.global_batch_idx == at:
+                trainer.save_checkpoint(f"{folder}/checkpoint")
+
+    through, resumed = Watch(saves=True), Watch(saves=False)
+    make_trainer(run, folder, callbacks=[through]).train()
+    torch.manual_seed(12345)  # what the checkpoint holds must count, not what is left over here
+    trainer = make_trainer(run, folder, callbacks=[resumed])
+    trainer.load_checkpoint(f"{folder}/checkpoint")
+    trainer.train()
+    return through.losses, resumed.losses, trainer.global_batch_idx
+
+
+def save_inside_an_epoch(run: Run, folder: str) -> None:
+    """A checkpoint after the first optimizer step of an epoch of several, in `folder/checkpoint`."""
+    from collie import Callback
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, loss):
+            if trainer.global_batch_idx == run.accumulation - 1:
+                trainer.save_checkpoint(f"{folder}/checkpoint")
+
+    make_trainer(run, folder, callbacks=[Save()]).train()
+
+
+def load_from_another_run(run: Run, model_folder: str, checkpoint: str) -> tuple[str, list[str]]:
+    """The message with which a checkpoint is refused, and the names of the weights that changed on this rank."""
+    trainer = make_trainer(run, model_folder)
+    before, where, message = weights_here(trainer), trainer.state_dict(), ""
+    try:
+        trainer.load_checkpoint(checkpoint)
+    except ValueError as error:
+        message = str(error)
+        assert trainer.state_dict() == where and trainer.engine.global_steps == 0
+    after = weights_here(trainer)
+    return message, [name for name, value in before.items() if not torch.equal(value, after[name])]
+
+
+def weights_here(trainer: Any) -> dict[str, torch.Tensor]:
+    """This rank's part of each parameter."""
+    named = trainer.engine.module.named_parameters()
+    return {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in named}
+
+
+def train_fn_without_step(run: Run, folder: str, backward: bool) -> tuple[list[str], str]:
+    """Warnings of a training whose train_fn never steps, and its error; `backward`: the train_fn calls that."""
+
+    def train_fn(trainer, batch, global_step):
+        loss = trainer.loss_fn(trainer.engine(**batch).logits, batch["labels"])
+        if backward:
+            trainer.engine.backward(loss)
+        return loss.item()
+
+    error = ""
+    with Records() as records:
+        trainer = make_trainer(run, folder, train_fn=train_fn, evaluators=[])
+        try:
+            trainer.train()
+        except RuntimeError as refusal:
+            error = str(refusal)
+    assert trainer.engine.global_steps == 0
+    return records.messages, error
 
 
 def adapters(run: Run, folder: str) -> dict[str, Any]:

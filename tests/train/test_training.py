@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,55 @@ def test_resuming_gives_the_weights_of_the_run_that_goes_through(pool2, run, fol
     assert state["end"] == 2 * batches
     assert state["callback_batches"] == at + 1
     assert all(r[2] == state for r in results)
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 9], ids=lambda at: f"after-batch-{at}")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_dropout_goes_on_from_a_checkpoint_inside_a_step(pool1, pool2, tmp_path, tp, at):
+    """Steps of three batches: 1, 4 and 9 are inside of one, 5 ends one."""
+    folder = str(save_tiny(cases.ARCH, tmp_path, attention_dropout=0.3))
+    run = Run(tp=tp, collie=tp == 2, accumulation=3, optimizer="adamw")
+    for through, resumed, end in (pool1 if tp == 1 else pool2).run(cases.losses_around_a_checkpoint, run, at, folder):
+        first = (at + 1) // 3 * 3
+        assert list(through) == list(range(12)) and list(resumed) == list(range(first, 12)) and end == 12
+        assert resumed == {batch: loss for batch, loss in through.items() if batch >= first}
+
+
+SAVED = Run(dp=2, zero=1, accumulation=2, micro=1, epochs=1, optimizer="adamw")
+OTHERS = {
+    "tensor parallel": (Run(tp=2, collie=True, zero=1, accumulation=2, micro=1, optimizer="adamw"), "'tp_size': 2"),
+    "ZeRO stage 2": (replace(SAVED, zero=2), "'zero_stage': 2"),
+    "ZeRO stage 3": (replace(SAVED, zero=3), "'zero_stage': 3"),
+    "bf16": (replace(SAVED, bf16=True), "torch.bfloat16"),
+    "SGD": (replace(SAVED, optimizer="sgd"), "'optimizer': 'SGD'"),
+    "accumulation": (replace(SAVED, accumulation=1), "'gradient_accumulation_steps': 1"),
+    "micro-batches": (replace(SAVED, micro=2), "'train_micro_batch_size': 2"),
+}
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(pool2, tmp_path):
+    """The weights are others than the checkpoint's, so reading them would show, as it does for the same run."""
+    folder, other = str(save_tiny(cases.ARCH, tmp_path / "a")), str(save_tiny(cases.ARCH, tmp_path / "b", seed=1))
+    pool2.run(cases.save_inside_an_epoch, SAVED, folder)
+    for name, (run, words) in OTHERS.items():
+        for message, changed in pool2.run(cases.load_from_another_run, run, other, f"{folder}/checkpoint"):
+            assert words in message, f"{name}: {message or 'was loaded'}"
+            assert changed == [], name
+    for message, changed in pool2.run(cases.load_from_another_run, SAVED, other, f"{folder}/checkpoint"):
+        assert message == "" and len(changed) == len(list(tiny_model(cases.ARCH).parameters()))
+
+
+@pytest.mark.parametrize(("accumulation", "backward"), [(1, True), (1, False), (2, False)])
+def test_a_train_fn_that_never_steps_is_told_once(pool1, folder, accumulation, backward):
+    run = Run(accumulation=accumulation, epochs=2)
+    ((messages, error),) = pool1.run(cases.train_fn_without_step, run, folder, backward)
+    assert len(messages) == 1 and "engine.step()" in messages[0]
+    assert error == ""
+
+
+def test_a_train_fn_that_leaves_out_the_step_inside_a_window_is_refused(pool1, folder):
+    ((messages, error),) = pool1.run(cases.train_fn_without_step, Run(accumulation=2), folder, True)
+    assert messages == [] and "engine.step()" in error
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
 from tests.harness.batches import collate
 from tests.harness.models import tiny_model
+from tests.harness.records import Records
 from tests.parallel.engine.cases import ARCH, batch, make_engine, mine
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
-
-
-class Records(logging.Handler):
-    """Messages of the package's loggers while it is attached."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> Records:
-        logging.getLogger("collie_parallel").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("collie_parallel").removeHandler(self)
 
 
 def build(folder: str, stage: int = 0, ds: dict[str, Any] | None = None) -> tuple[Any, Any]:

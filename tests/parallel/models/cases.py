@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from collie_parallel.tensor_parallel.shard import shard_of
 from collie_parallel.topology import env
 from collie_parallel.weights import save_model
 from tests.harness.models import tiny_config
+from tests.harness.records import Records
 
 
 @dataclass(frozen=True)
@@ -101,19 +101,9 @@ def plan_error(layout: Layout, model_config: transformers.PretrainedConfig, chan
 
 def warnings_of(layout: Layout, model_config: transformers.PretrainedConfig) -> list[str]:
     """What building a model warns of on this rank."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logger, handler = logging.getLogger("collie_parallel"), Keep(logging.WARNING)
-    logger.addHandler(handler)
-    try:
+    with Records() as records:
         CollieModelForCausalLM.from_config(layout.config(model_config))
-    finally:
-        logger.removeHandler(handler)
-    return messages
+    return records.messages
 
 
 @dataclass(frozen=True)
