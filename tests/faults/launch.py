@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import os
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -20,17 +19,12 @@ from pathlib import Path
 import psutil
 
 from tests.faults import jobs
+from tests.harness.ports import free_port
 
 AT_ONCE = 4
 LIMIT = 60.0  # seconds from the start of a job until its ranks are killed
 LINGER = 7.0  # workers of torch's data loader look for their parent every 5 s
 IMPORTS = ("collie_train.trainer", "collie_parallel.engine", "deepspeed", "megatron.core", "tests.harness.models")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(folder: Path, ranks: int) -> list[int]:

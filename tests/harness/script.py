@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.harness.ports import free_port
 
 _MARK = "COLLIE_TEST_SCRIPT"
 _DUMP_SECONDS = 5.0
@@ -76,7 +77,7 @@ def run_script(
                 "--nproc_per_node",
                 str(nproc),
                 "--master_port",
-                str(_free_port()),
+                str(free_port()),
             ]
             command[1:1] = launcher
         mark = uuid.uuid4().hex
@@ -124,12 +125,6 @@ def _environment(changes: Mapping[str, str | None], mark: str) -> dict[str, str]
         else:
             environment[name] = value
     return environment
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _marked(mark: str) -> list[psutil.Process]:

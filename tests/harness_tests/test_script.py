@@ -33,7 +33,7 @@ print(os.getpid(), flush=True)
 waits_for_godot()
 """
     with pytest.raises(ScriptTimeout) as caught:
-        run_script(code, nproc=2, timeout=10)
+        run_script(code, nproc=2, timeout=20)  # torchrun alone takes seconds to start its ranks
     text = str(caught.value)
     assert text.count("in waits_for_godot") == 2
     pids = [int(line) for line in text.partition("--- stdout ---\n")[2].splitlines()[:2]]

@@ -51,8 +51,10 @@ class _FailureWatch:
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
-        atexit.register(self._let_the_store_go)
-        threading.Thread(target=self._watch, daemon=True, name="collie-failure-watch").start()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="collie-failure-watch")
+        atexit.register(self._end_watch)
+        self._thread.start()
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid:  # a process that the user forked from this rank
@@ -85,8 +87,7 @@ class _FailureWatch:
 
     def _watch(self) -> None:
         while self._failed is None:
-            time.sleep(_POLL_SECONDS)
-            if self._done:
+            if self._stop.wait(_POLL_SECONDS) or self._done:
                 return
             try:
                 if self._store.check([_FAILED]):
@@ -102,14 +103,21 @@ class _FailureWatch:
             self._let_the_store_go()
         # The failing rank prints its traceback; give this rank's own error, if one is coming, time to do the same.
         # torchrun's agent ends this rank when it has seen the failing one end, and calls that the cause; be no earlier.
-        time.sleep(_POLL_SECONDS if self._store_is_rank_0s else _EXIT_GRACE_SECONDS + 2 * _POLL_SECONDS)
-        if self._leaving:
+        patience = _POLL_SECONDS if self._store_is_rank_0s else _EXIT_GRACE_SECONDS + 2 * _POLL_SECONDS
+        if self._stop.wait(patience) or self._leaving:
             return
         try:
             _say(f"[rank {self._rank}] ends because rank {self._failed} failed.")
             self._let_the_store_go()
         finally:
             _end()
+
+    def _end_watch(self) -> None:
+        """At the end of the process: a thread that comes back from the store to a finished interpreter aborts it."""
+        self._let_the_store_go()
+        if os.getpid() == self._pid:
+            self._stop.set()
+            self._thread.join(_EXIT_GRACE_SECONDS)
 
     def _let_the_store_go(self) -> None:
         """Tell rank 0 that its store is not needed any more; on rank 0 wait, for a short time, to be told by all."""
