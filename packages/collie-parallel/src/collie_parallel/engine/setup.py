@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from collie_parallel import ds_config
 from collie_parallel.device import supports_fp16
 from collie_parallel.models.base import CollieModelForCausalLM
-from collie_parallel.topology import ModelParallelUnit, is_main_rank, setup_distribution
+from collie_parallel.topology import ModelParallelUnit, env, is_main_rank, setup_distribution
 
 if TYPE_CHECKING:
     from collie_parallel.config import CollieConfig
@@ -72,7 +74,7 @@ def setup_engine(
         dist_init_required=False,
     )
     if plain_optimizer:
-        _keep_gradient_norm(engine)
+        _clip_by_own_norm(engine)
     _undo_first_step(engine.optimizer)
     return Engine(engine, config)
 
@@ -115,16 +117,27 @@ def check_model(config: CollieConfig, model: nn.Module) -> None:
             )
 
 
-def _keep_gradient_norm(engine: Any) -> None:
-    """Without a ZeRO optimizer DeepSpeed clips by the norm and then forgets it."""
-    from deepspeed.runtime.utils import clip_grad_norm_
+def _clip_by_own_norm(engine: Any) -> None:
+    """Without a ZeRO optimizer: clip by the norm over all model-parallel ranks, and keep it.
+
+    DeepSpeed's own clipping forgets the norm and scales every gradient also where there is nothing to clip; and one
+    data-parallel rank has nothing to average, which DeepSpeed would do through a copy of all gradients.
+    """
 
     def clip_and_keep() -> None:
-        engine._global_grad_norm = clip_grad_norm_(
-            engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
-        )
+        parameters = [p for p in engine.module.parameters() if p.grad is not None]
+        counted = [p.grad for p in parameters if env.tp_rank == 0 or getattr(p, "tensor_model_parallel", False)]
+        square = torch.nn.utils.get_total_norm(counted).to(env.device, torch.float32).square()
+        if env.mp_size > 1:
+            dist.all_reduce(square, group=env.mp_group)
+        norm = square.sqrt()
+        engine._global_grad_norm = norm
+        if math.isfinite(engine.gradient_clipping()):
+            torch.nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping(), norm)
 
     engine.clip_fp32_gradients = clip_and_keep
+    if env.dp_size == 1:
+        engine.buffered_allreduce_fallback = lambda *_, **__: None
 
 
 def _undo_first_step(optimizer: Any) -> None:
