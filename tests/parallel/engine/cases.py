@@ -10,12 +10,30 @@ import torch
 
 from tests.harness.batches import Sample, collate, ragged_batch
 from tests.harness.models import tiny_model
+from tests.harness.reference import token_losses
 
 ARCH, VOCAB = "llama", 67
 
 
 def batch() -> list[Sample]:
     return ragged_batch(random.Random(3), 4, 4, 11, VOCAB)
+
+
+def mean_losses_of_halves(steps: int) -> list[float]:
+    """The plain model in one process: the mean losses of the batch's halves, averaged in each SGD step."""
+    model = tiny_model(ARCH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part in (batch()[:2], batch()[2:]):
+            data = collate(part)
+            logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits
+            loss = token_losses(logits, data["labels"]) / (data["labels"][:, 1:] != -100).sum()
+            (loss / 2).backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return losses
 
 
 def make_engine(

@@ -113,18 +113,7 @@ def test_own_loss_gets_full_logits(pool2: RankPool, folder: str) -> None:
 
 def test_own_loop_averages_its_micro_batches(pool1: RankPool, folder: str) -> None:
     losses, steps, step_loss = pool1.run(cases.own_loop, folder)[0]
-    model = tiny_model(cases.ARCH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        for part in (cases.batch()[:2], cases.batch()[2:]):
-            data = collate(part)
-            logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits
-            loss = token_losses(logits, data["labels"]) / (data["labels"][:, 1:] != -100).sum()
-            (loss / 2).backward()
-            expected.append(loss.item())
-        optimizer.step()
+    expected = cases.mean_losses_of_halves(steps=3)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert steps == [0, 1, 1, 2, 2, 3]
     assert step_loss == pytest.approx(sum(expected[-2:]) / 2, rel=1e-5)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.harness.batches import collate
 from tests.harness.models import save_tiny, tiny_model
 from tests.harness.pool import RankPool
-from tests.harness.reference import token_losses
 from tests.parallel.engine import cases, refusal_cases
 
 
@@ -48,18 +45,7 @@ def test_of_two_optimizers_the_object_is_used_and_rank_0_warns(pool2: RankPool, 
 def test_a_second_backward_for_a_batch_is_refused(pool1: RankPool, folder: str, stage: int) -> None:
     (result,) = pool1.run(refusal_cases.two_backwards, folder, stage)
     assert "twice for one batch" in result["message"] and "engine.step()" in result["message"]
-    model = tiny_model(cases.ARCH)
-    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        for part in (cases.batch()[:2], cases.batch()[2:]):
-            data = collate(part)
-            logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits
-            loss = token_losses(logits, data["labels"]) / (data["labels"][:, 1:] != -100).sum()
-            (loss / 2).backward()
-            expected.append(loss.item())
-        optimizer.step()
-    assert result["losses"] == pytest.approx(expected, rel=1e-5)
+    assert result["losses"] == pytest.approx(cases.mean_losses_of_halves(steps=2), rel=1e-5)
     assert result["steps"] == 2
 
 
