@@ -72,14 +72,16 @@ class CheckpointReader:
 
     def load(self, unit_name: str, unit: nn.Module) -> None:
         """Fill the tensors of `unit`, allocated before; those that no file holds stay as they are."""
-        with torch.no_grad():
-            for name, target in _named_tensors(unit):
-                if hasattr(target, "ds_id"):
-                    continue  # tied to a parameter that was filled and spread before
-                full_name = f"{unit_name}.{name}" if unit_name else name
-                source_name = self._name_with_source(full_name)
-                if source_name is not None:
-                    self.read_into(source_name, target)
+        for name, target in _named_tensors(unit):
+            if not hasattr(target, "ds_id"):  # else tied to a parameter that was filled and spread before
+                self.fill(f"{unit_name}.{name}" if unit_name else name, target)
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Read this rank's part of `name`, or of a name tied to it, where the files have it."""
+        source = self._name_with_source(name)
+        if source is not None:
+            with torch.no_grad():
+                self.read_into(source, target)
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Read this rank's part of one tensor into `target`."""
@@ -170,9 +172,8 @@ def load_model(
     for turn in range(turns):
         if turns == 1 or turn == env.rank:
             for name, target in _named_tensors(model):
-                if reader.has(name) and not hasattr(target, "ds_id"):
-                    with torch.no_grad():
-                        reader.read_into(reader._name_with_source(name) or name, target)
+                if not hasattr(target, "ds_id"):
+                    reader.fill(name, target)
         env.barrier()
     _load_zero3(model, reader)
     reader.close()
@@ -198,9 +199,9 @@ def _load_zero3(model: nn.Module, reader: CheckpointReader) -> None:
 
     for name, parameter in spread:
         if reader.has(name):
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if env.dp_rank == 0:
-                    reader.read_into(reader._name_with_source(name) or name, parameter)
+                    reader.fill(name, parameter)
             release_free_memory()
 
 
